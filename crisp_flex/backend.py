@@ -1,0 +1,219 @@
+"""The torch.compile backend: run the passes on the Dynamo graph, then Inductor; and its two front doors."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch._inductor
+from torch import fx
+
+from crisp_flex import flex_hop
+from crisp_flex.config import CrispConfig, field_names
+from crisp_flex.errors import ConfigError
+from crisp_flex.passes.pipeline import run_passes
+from crisp_flex.report import RewriteReport
+
+log = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+_backends: weakref.WeakKeyDictionary[Any, CrispFlexBackend] = weakref.WeakKeyDictionary()
+
+
+class CrispFlexBackend:
+    """A torch.compile backend with a config and Inductor settings.
+
+    Args:
+        config: What to route and when; None takes the defaults.
+        mode: A mode of torch.compile ("max-autotune", ...), given to Inductor.
+        options: Inductor config entries, as in `torch.compile(options=...)`.
+
+    Raises:
+        ConfigError: An option is no setting of Inductor.
+
+    Attributes:
+        reports: Maps Dynamo's compile id ("0/1") to what was done to that graph.
+    """
+
+    def __init__(
+        self,
+        config: CrispConfig | None = None,
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = config if config is not None else CrispConfig()
+        self.patches = _inductor_patches(mode, options or {})
+        self.reports: dict[str, RewriteReport] = {}
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: object
+    ) -> Callable[..., Any]:
+        """Rewrite gm in place and compile it with Inductor (Dynamo calls this)."""
+        report = run_passes(gm, self.config)
+        # keyed by compile id: Dynamo may restart its analysis and call again for the same frame
+        self.reports[flex_hop.current_compile_id()] = report
+        log.debug("%s", report)
+        patches = dict(self.patches)
+        if any(site.kernel == "CPU" for site in report.rewritten):
+            # Inductor's C++ flex template raises where a pointwise epilogue is fused into it
+            patches["epilogue_fusion"] = False
+        return flex_hop.compile_with_inductor(gm, example_inputs, patches)
+
+    @property
+    def __name__(self) -> str:
+        return "crisp_flex"
+
+
+def crisp_flex(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend behind `torch.compile(model, backend="crisp_flex", mode=..., options=...)`.
+
+    Args:
+        gm: Dynamo graph, changed in place.
+        example_inputs: Fake inputs of gm.
+        mode: Given to Inductor.
+        options: Fields of CrispConfig, "preset" and "mode", by name; the rest goes to Inductor.
+
+    Raises:
+        ConfigError: An option is neither ours nor Inductor's, or a value is out of range.
+    """
+    ours = {k: v for k, v in (options or {}).items() if k in (*field_names(), "preset")}
+    rest = {k: v for k, v in (options or {}).items() if k not in ours}
+    mode = rest.pop("mode", mode)
+    return CrispFlexBackend(CrispConfig.from_options(ours), mode=mode, options=rest)(
+        gm, example_inputs
+    )
+
+
+def compile(  # noqa: A001
+    model: Model, config: CrispConfig | None = None, **torch_compile_kwargs: Any  # noqa: ANN401
+) -> Model:
+    """Make the long prompts of model run sparsely; decode steps and short prompts stay dense.
+
+    A module is compiled in place (`torch.nn.Module.compile`), so the same object comes back, its
+    state_dict keys do not change, and `model.generate(...)` takes the compiled forward. Any other
+    callable comes back as `torch.compile` returns it.
+
+    Args:
+        model: A torch.nn.Module in eval mode, or a function of tensors.
+        config: What to route and when; None takes the defaults (preset "balanced").
+        **torch_compile_kwargs: `dynamic`, `fullgraph`, `mode`, `options` (Inductor's) as torch.compile
+            takes them.
+
+    Raises:
+        ConfigError: `backend` is given, or `options` has an entry that is not Inductor's.
+
+    Example:
+        >>> model = crisp_flex.compile(model)
+        >>> model.generate(input_ids, max_new_tokens=32)
+    """
+    if "backend" in torch_compile_kwargs:
+        raise ConfigError("crisp_flex.compile sets backend itself; use torch.compile to choose one")
+    backend = CrispFlexBackend(
+        config,
+        mode=torch_compile_kwargs.pop("mode", None),
+        options=torch_compile_kwargs.pop("options", None),
+    )
+    if isinstance(model, torch.nn.Module):
+        model.compile(backend=backend, **torch_compile_kwargs)
+        _backends[model] = backend
+        return model
+    compiled: Model = torch.compile(model, backend=backend, **torch_compile_kwargs)
+    _backends[compiled] = backend
+    return compiled
+
+
+def reports(model: Callable[..., Any]) -> list[RewriteReport]:
+    """What was done so far to each graph of a model that `crisp_flex.compile` returned.
+
+    Raises:
+        ConfigError: The model did not come from `crisp_flex.compile`.
+    """
+    backend = _backends.get(model)
+    if backend is None:
+        raise ConfigError("this model did not come from crisp_flex.compile, so it has no reports")
+    return list(backend.reports.values())
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,  # noqa: ANN401
+    config: CrispConfig | None = None,
+    **kwargs: Any,  # noqa: ANN401
+) -> Explanation:
+    """Trace model(*args, **kwargs) and say, for every attention call, what crisp_flex would do and why.
+
+    The model runs once as it is, uncompiled; nothing of it is changed. Whether gradients are on is
+    taken from the caller: under `torch.no_grad()` the answer is about inference.
+
+    Args:
+        model: A module or function. One that `crisp_flex.compile` returned is explained by its own
+            config unless another is given.
+        *args: As for the model.
+        config: What to route and when; None takes the model's own, else the defaults.
+        **kwargs: As for the model.
+    """
+    found = _backends.get(model)
+    settings = config or (found.config if found is not None else CrispConfig())
+    seen: dict[str, RewriteReport] = {}
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        copied = fx.GraphModule(gm, _copy_with_meta(gm.graph))
+        seen[flex_hop.current_compile_id()] = run_passes(copied, settings)
+        return gm.forward
+
+    call = model.forward if isinstance(model, torch.nn.Module) else model
+    torch.compile(call, backend=backend)(*args, **kwargs)
+    return Explanation(list(seen.values()))
+
+
+class Explanation:
+    """What crisp_flex does to a model's call: one report a graph; `str()` gives one line a site."""
+
+    def __init__(self, graphs: list[RewriteReport]) -> None:
+        self.graphs = graphs
+
+    @property
+    def report(self) -> RewriteReport:
+        """All sites of all graphs."""
+        return RewriteReport([site for graph in self.graphs for site in graph.sites])
+
+    def __str__(self) -> str:
+        breaks = f"{len(self.graphs)} graph{'s' if len(self.graphs) != 1 else ''}"
+        return f"{breaks}; {self.report}"
+
+    __repr__ = __str__
+
+
+def _copy_with_meta(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+def _inductor_patches(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    patches: dict[str, Any] = {}
+    if mode is not None and mode != "default":
+        modes = torch._inductor.list_mode_options()
+        if mode not in modes:
+            raise ConfigError(f"mode must be one of {', '.join(sorted(modes))}, got {mode!r}")
+        patches.update(modes[mode])
+    known = torch._inductor.list_options()
+    for key, value in options.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(
+                f"unknown option {key!r}: neither a field of CrispConfig "
+                f"({', '.join(field_names())}) nor a setting of Inductor"
+            )
+        patches[name] = value
+    return patches

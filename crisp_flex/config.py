@@ -1,0 +1,210 @@
+"""CrispConfig: what to route and when; the only place with defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from crisp_flex.errors import ConfigError
+
+Policy = Literal["hybrid", "crisp", "streaming", "dense"]
+Backend = Literal["auto", "flash", "triton"]
+
+POLICIES = ("hybrid", "crisp", "streaming", "dense")
+ROUTERS = ("c_struct", "jsd", "vs", "pe")
+BACKENDS = ("auto", "flash", "triton")
+
+# design/algorithm.md, section 3: the table of density and KL on three models.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "fast": {"coverage": 0.8, "coverage_reduce": "min"},
+    "balanced": {"coverage": 0.9, "coverage_reduce": "mean"},
+    "accurate": {"coverage": 0.95, "coverage_reduce": "mean"},
+}
+
+# Settled once per compiled graph, so they cannot differ between the sites of one graph.
+_WHOLE_GRAPH = frozenset({"overrides"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrispConfig:
+    """What to route and when.
+
+    Args:
+        policy: Which blocks are kept: "hybrid" (two views, one audited floor), "crisp" (the
+            paper's algorithm), "streaming" (sinks and recency) or "dense" (all causal blocks).
+        enabled: False leaves the call as it was (of use in `overrides`).
+        block_size: (query, key) tokens per block, each a power of two in [16, 512].
+        min_seqlen: Query tokens below which a call stays dense SDPA. At least 1.
+        dense_last_blocks: Query blocks at the end that keep all visible blocks. At least 0.
+        coverage: hybrid: exact attention mass to reach on the audited rows, in (0, 1].
+        coverage_reduce: hybrid: "mean" or "min" over the audited rows.
+        audit_rows: hybrid: number of audited query blocks, at least 1.
+        router: crisp: "c_struct", "jsd", "vs" or "pe".
+        alpha: crisp: multiple of the sink-aware noise floor, above 0.
+        tau: crisp: c_struct from which on a head is routed to verticals and slashes, in [0, 1].
+        k_min: crisp: least number of lines per direction, at least 0.
+        gamma: crisp: attention mass that a pooled-estimate head keeps, in (0, 1].
+        streaming_blocks: streaming: block diagonals kept, at least 1.
+        max_uncovered: Policies without an audit: attention mass left uncovered on the proxy rows
+            above which a head keeps all blocks, in [0, 1].
+        backend: FlexAttention kernel on CUDA: "auto" (FLASH where it runs, else TRITON), "flash" or
+            "triton". The CPU always takes Inductor's C++ kernel.
+        kernel_options: Passed to FlexAttention on top of our own choice, e.g. {"BLOCK_M": 64}.
+        overrides: Changes by site: the key is a site index in the graph (int) or the path of the
+            module that makes the call, or of one of its parents, as `model.named_modules()`
+            spells it ("model.layers.3" covers the attention inside); the value maps field
+            names to values. Of several keys that match a site the longest path wins, and an
+            index wins over a path.
+
+    Raises:
+        ConfigError: A value is out of range, or an override names an unknown field.
+    """
+
+    policy: Policy = "hybrid"
+    enabled: bool = True
+    block_size: tuple[int, int] = (128, 128)
+    min_seqlen: int = 8192
+    dense_last_blocks: int = 1
+    coverage: float = 0.9
+    coverage_reduce: Literal["mean", "min"] = "mean"
+    audit_rows: int = 4
+    router: Literal["c_struct", "jsd", "vs", "pe"] = "c_struct"
+    alpha: float = 1.0
+    tau: float = 0.2
+    k_min: int = 8
+    gamma: float = 0.95
+    streaming_blocks: int = 8
+    max_uncovered: float = 0.5
+    backend: Backend = "auto"
+    kernel_options: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[int | str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check every value; the messages say what, where and what to do."""
+        _one_of("policy", self.policy, POLICIES)
+        _one_of("router", self.router, ROUTERS)
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("coverage_reduce", self.coverage_reduce, ("mean", "min"))
+        if not isinstance(self.enabled, bool):
+            raise ConfigError(f"enabled must be True or False, got {self.enabled!r}")
+        sizes = tuple(self.block_size) if isinstance(self.block_size, (tuple, list)) else ()
+        if len(sizes) != 2 or not all(_is_int(b) and 16 <= b <= 512 and b & (b - 1) == 0 for b in sizes):
+            raise ConfigError(
+                "block_size must be two powers of two in [16, 512], (query, key), "
+                f"got {self.block_size!r}"
+            )
+        object.__setattr__(self, "block_size", sizes)
+        for name, least in (
+            ("min_seqlen", 1),
+            ("dense_last_blocks", 0),
+            ("audit_rows", 1),
+            ("k_min", 0),
+            ("streaming_blocks", 1),
+        ):
+            value = getattr(self, name)
+            if not _is_int(value) or value < least:
+                raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
+        for name in ("coverage", "gamma"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 < value <= 1:
+                raise ConfigError(f"{name} must be in (0, 1], got {value!r}")
+        for name in ("tau", "max_uncovered"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {value!r}")
+        if not _is_number(self.alpha) or not 0 < self.alpha < float("inf"):
+            raise ConfigError(f"alpha must be a finite number above 0, got {self.alpha!r}")
+        _check_kernel_options(self.kernel_options)
+        for key, changes in self.overrides.items():
+            self._check_override(key, changes)
+
+    def _check_override(self, key: object, changes: Mapping[str, Any]) -> None:
+        if not isinstance(key, str) and not _is_int(key):
+            raise ConfigError(f"overrides: a key is a site index or a module path, got {key!r}")
+        unknown = set(changes) - set(field_names()) | set(changes) & _WHOLE_GRAPH
+        if unknown:
+            raise ConfigError(
+                f"overrides[{key!r}]: {sorted(unknown)} cannot be set per site; "
+                f"choose from {sorted(set(field_names()) - _WHOLE_GRAPH)}"
+            )
+        try:
+            dataclasses.replace(self, overrides={}, **changes)
+        except ConfigError as error:
+            raise ConfigError(f"overrides[{key!r}]: {error}") from error
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> CrispConfig:  # noqa: ANN401
+        """The settings of a preset, with changes on top.
+
+        Args:
+            name: "fast", "balanced" (the defaults) or "accurate".
+            **changes: Fields of CrispConfig.
+
+        Raises:
+            ConfigError: The preset, or a field, does not exist, or a value is out of range.
+        """
+        _one_of("preset", name, tuple(PRESETS))
+        return cls.from_options({**PRESETS[name], **changes})
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> CrispConfig:
+        """A config from plain data such as `torch.compile(options=...)`; "preset" may be among it.
+
+        Raises:
+            ConfigError: A key is no field of CrispConfig, or a value is out of range.
+        """
+        settings = dict(options)
+        preset = settings.pop("preset", None)
+        if preset is not None:
+            return cls.preset(preset, **settings)
+        unknown = set(settings) - set(field_names())
+        if unknown:
+            raise ConfigError(
+                f"unknown option {sorted(unknown)}; CrispConfig has {sorted(field_names())}"
+            )
+        return cls(**settings)
+
+    def for_site(self, index: int, module_path: str) -> CrispConfig:
+        """This config with the overrides of one site applied.
+
+        Args:
+            index: Number of the SDPA call in its graph, from 0.
+            module_path: Path of the module that makes the call, as `named_modules()` spells it.
+        """
+        changes: dict[str, Any] = {}
+        paths = sorted((k for k in self.overrides if isinstance(k, str)), key=len)
+        for key in paths:
+            if module_path == key or module_path.startswith(f"{key}."):
+                changes.update(self.overrides[key])
+        changes.update(self.overrides.get(index, {}))
+        return dataclasses.replace(self, overrides={}, **changes) if changes else self
+
+
+def field_names() -> tuple[str, ...]:
+    """The fields of CrispConfig, which are also the options of the backend."""
+    return tuple(f.name for f in dataclasses.fields(CrispConfig))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_kernel_options(options: Mapping[str, Any]) -> None:
+    owned = {"BACKEND", "OUTPUT_LOGSUMEXP", "OUTPUT_MAX", "IS_DIVISIBLE", "ROWS_GUARANTEED_SAFE"}
+    taken = owned & set(options)
+    if taken:
+        raise ConfigError(
+            f"kernel_options: {sorted(taken)} are set by crisp_flex (they follow from the block "
+            "lists); use backend= to choose the kernel"
+        )

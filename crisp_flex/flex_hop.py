@@ -1,0 +1,286 @@
+"""The flex_attention operator as a graph node: the only file that touches private torch names.
+
+Checked on torch 2.11.0 (H200), 2.12, 2.13.0 and 2.14 where the notes below say so. The private names:
+`torch.ops.higher_order.flex_attention` and `.invoke_subgraph`, the field order of
+`BlockMask.as_tuple()` (13 fields in 2.11 and 2.12, 17 in 2.13), `torch._inductor.compile_fx`,
+`torch._inductor.kernel.flex.flex_cpu.check_cpu_supported`, `torch._guards.CompileContext`,
+`SymNode.guard_float` and `.expr`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.attention.flex_attention import BlockMask
+
+from crisp_flex.errors import UnavailableError
+
+FLASH_MAX_HEAD_DIM = 128
+
+
+def choose_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    D: int,
+    Dv: int,
+    block_size: tuple[int, int],
+    backend: str,
+) -> str:
+    """The FlexAttention kernel for one site: "FLASH", "TRITON" or "CPU".
+
+    FLASH (flash-attn-4) takes fp16 and bf16 on Hopper and Blackwell; on Hopper a key block must equal
+    the kernel's tile, which is 128 for D <= 128 (design/architecture.md, FLASH).
+    """
+    if device.type == "cpu":
+        return "CPU"
+    if backend == "triton":
+        return "TRITON"
+    if backend == "flash" and not flash_available():
+        raise UnavailableError(
+            'backend="flash" needs the package flash-attn-4, which does not import here: '
+            'install it, or use backend="auto"'
+        )
+    fits = (
+        dtype in (torch.float16, torch.bfloat16)
+        and D == Dv
+        and D <= FLASH_MAX_HEAD_DIM
+        and D % 8 == 0
+        and block_size == (128, 128)
+        and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    )
+    return "FLASH" if fits and flash_available() else "TRITON"
+
+
+@functools.cache
+def flash_available() -> bool:
+    """Whether flash-attn-4 imports here; a broken install warns once and counts as absent."""
+    try:
+        importlib.import_module("flash_attn.cute")
+    except ModuleNotFoundError as error:
+        if error.name in ("flash_attn", "flash_attn.cute"):
+            return False
+        warnings.warn(f"flash-attn-4 does not import ({error}); using TRITON", stacklevel=2)
+        return False
+    except ImportError as error:
+        warnings.warn(f"flash-attn-4 does not import ({error}); using TRITON", stacklevel=2)
+        return False
+    return True
+
+
+def cpu_has_flex() -> bool:
+    """Whether Inductor's C++ FlexAttention kernel runs on this CPU."""
+    from torch._inductor.kernel.flex import flex_cpu
+
+    return bool(flex_cpu.check_cpu_supported())
+
+
+def kernel_options(
+    kernel: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    D: int,
+    divisible: bool,
+    user: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The complete options of the operator; a missing key is a KeyError in the lowering.
+
+    Args:
+        kernel: "FLASH", "TRITON" or "CPU".
+        device: Where the tensors are.
+        dtype: Of query, key and value.
+        D: Head dim of query and key.
+        divisible: Both lengths are static multiples of max(128, block): the kernel's own test
+            looks at 128 only and would read past the end with larger blocks.
+        user: Options that win over ours.
+    """
+    options: dict[str, Any] = {
+        # AUTO would take the decode kernel for short queries; the CPU ignores the name.
+        "BACKEND": "AUTO" if kernel == "CPU" else kernel,
+        "PRESCALE_QK": False,
+        "ROWS_GUARANTEED_SAFE": False,
+        "BLOCKS_ARE_CONTIGUOUS": False,
+        "WRITE_DQ": True,
+        "OUTPUT_LOGSUMEXP": False,
+        "OUTPUT_MAX": False,
+    }
+    if not divisible:
+        options["IS_DIVISIBLE"] = False
+    if kernel == "TRITON":
+        options.update(_tuned_triton(device, dtype, D))
+    return {**options, **user}
+
+
+def _tuned_triton(device: torch.device, dtype: torch.dtype, D: int) -> dict[str, Any]:
+    # NVIDIA H200, torch 2.11, 2026-11: 453 to 460 TFLOP/s where the default gives 414 (D 128, bf16, 10 %
+    # density at 128k); the best of six tried, see design/architecture.md.
+    hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    if hopper and D == 128 and dtype in (torch.float16, torch.bfloat16):
+        return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2, "USE_TMA": True}
+    return {}
+
+
+@functools.cache
+def _block_mask_fields() -> tuple[str | None, ...]:
+    """The order of the operator's block-mask tuple, read off BlockMask with sentinels."""
+    tensors = {
+        name: torch.empty((1, 1, 1, 1), device="meta")
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    }
+    numbers = {-11: "Lq", -12: "Lkv", -13: "block_q", -14: "block_kv"}
+    mask_mod = _never
+    template = BlockMask(
+        seq_lengths=(-11, -12),
+        **tensors,
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(-13, -14),
+        mask_mod=mask_mod,
+    )
+    by_id = {id(tensor): name for name, tensor in tensors.items()} | {id(mask_mod): "mask_mod"}
+    fields: list[str | None] = []
+    for entry in template.as_tuple():
+        if entry is None:
+            fields.append(None)
+        elif isinstance(entry, int):
+            fields.append(numbers[entry])
+        else:
+            fields.append(by_id[id(entry)])
+    return tuple(fields)
+
+
+def _never(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return q_idx < 0
+
+
+# Traced mask_mod and score_mod carry no annotations: fx copies them to the placeholders, and AOTAutograd's
+# cache then fails to pickle its key.
+def _keep_score(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return score
+
+
+def causal_mod(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """mask_mod of plain causal attention with Lq == Lkv."""
+    return q_idx >= kv_idx
+
+
+def causal_padded_mod(b, h, q_idx, kv_idx, key_valid):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """mask_mod of causal attention over valid keys; key_valid is [B, Lkv] bool.
+
+    int64 index: the template would otherwise write 32-bit `b * Lkv + kv`.
+    """
+    return (q_idx >= kv_idx) & key_valid[b, kv_idx.to(torch.int64)]
+
+
+def add_submodule(gm: fx.GraphModule, name: str, module: torch.nn.Module) -> str:
+    """Register module on gm under name or the first free name_N, and return that name."""
+    taken, count = name, 0
+    while hasattr(gm, taken):
+        count += 1
+        taken = f"{name}_{count}"
+    gm.register_module(taken, module)
+    return taken
+
+
+def flex_call(
+    gm: fx.GraphModule,
+    *,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    lists: Mapping[str, fx.Node],
+    lengths: tuple[int | fx.Node, int | fx.Node],
+    block_size: tuple[int, int],
+    mask_mod: Callable[..., Any],
+    captured: Sequence[fx.Node],
+    scale: float,
+    options: Mapping[str, Any],
+) -> fx.Node:
+    """Insert `flex_attention(...)[0]` at gm.graph's insertion point and return it.
+
+    Args:
+        gm: Graph to insert into; it gets the mask_mod and score_mod as submodules.
+        query: [B, Hq, Lq, D].
+        key: [B, Hkv, Lkv, D], not repeated.
+        value: [B, Hkv, Lkv, Dv].
+        lists: The four list tensors under BlockMask's names, int32, with equal strides in the two
+            index lists (torch 2.11 addresses the full list with the partial list's strides).
+        lengths: (Lq, Lkv), a node where symbolic.
+        block_size: (query, key) tokens.
+        mask_mod: One of the functions above, or any fx-traceable function of (b, h, q, kv, *captured).
+        captured: Tensors that mask_mod reads.
+        scale: Factor on the logits.
+        options: From `kernel_options`.
+    """
+    graph = gm.graph
+    score = graph.get_attr(_traced(gm, "flex_score_mod", _keep_score))
+    mask = graph.get_attr(_traced(gm, f"flex_{mask_mod.__name__}", mask_mod))
+    named: dict[str, Any] = {
+        **lists,
+        "mask_mod": mask,
+        "Lq": lengths[0],
+        "Lkv": lengths[1],
+        "block_q": block_size[0],
+        "block_kv": block_size[1],
+    }
+    block_mask = tuple(None if name is None else named[name] for name in _block_mask_fields())
+    hop = graph.call_function(
+        torch.ops.higher_order.flex_attention,
+        (query, key, value, score, block_mask, scale, dict(options), (), tuple(captured)),
+    )
+    return graph.call_function(operator.getitem, (hop, 0))
+
+
+def _traced(gm: fx.GraphModule, name: str, fn: Callable[..., Any]) -> str:
+    # one submodule for all sites of a graph: same name, same function
+    if not isinstance(getattr(gm, name, None), fx.GraphModule):
+        gm.register_module(name, fx.symbolic_trace(fn))
+    return name
+
+
+def region_call(graph: fx.Graph, region: str, operands: Sequence[fx.Node]) -> fx.Node:
+    """Insert a call of the submodule `region`, which Inductor compiles once however often it is called."""
+    body = graph.get_attr(region)
+    call = graph.call_function(
+        torch.ops.higher_order.invoke_subgraph, (body, region, *operands)
+    )
+    return graph.call_function(operator.getitem, (call, 0))
+
+
+def sizes_fit_region(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every size is a number or one symbol: a region cannot take `s0 - 1` or `s1 * 3` as a size."""
+    sizes = (size for tensor in tensors for size in tensor.shape)
+    return all(isinstance(size, int) or size.node.expr.is_Symbol for size in sizes)
+
+
+def specialise_float(value: float | torch.SymFloat) -> float:
+    """The number behind a SymFloat, with a guard that the graph holds for this number only."""
+    if isinstance(value, torch.SymFloat):
+        return float(value.node.guard_float(__file__, 0))
+    return float(value)
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Hand a Dynamo graph to Inductor under config patches."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs), config_patches=dict(patches))  # type: ignore[no-any-return]
+
+
+def current_compile_id() -> str:
+    """Dynamo's id of the frame being compiled ("0/1"), "-" outside a compilation."""
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id() or "-")

@@ -1,0 +1,109 @@
+"""What was rewritten, what was left as it was, and why: data that tests and users read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Reason(Enum):
+    """Why a call stays as it was. The value is the sentence a user reads."""
+
+    DISABLED = "the config switches this site off"
+    NESTED_GRAPH = "the call is inside a nested graph (checkpoint, cond or a compiled region)"
+    NOT_FOUR_DIMENSIONAL = "query, key and value must be [B, H, L, D]"
+    NO_SHAPES = "the graph does not say the shapes of query, key and value"
+    UNBACKED_SHAPE = "a length is only known when the graph runs (an unbacked size)"
+    HAS_DROPOUT = "dropout is on"
+    NEEDS_GRAD = "gradients are needed; the sparse path is for inference (call under torch.no_grad())"
+    UNSUPPORTED_DEVICE = "the tensors are neither on CUDA nor on the CPU"
+    CPU_LACKS_FLEX = "Inductor's FlexAttention kernel does not run on this CPU (AVX2, Linux)"
+    UNSUPPORTED_DTYPE = "the dtype is not float32, float16 or bfloat16"
+    MIXED_DTYPES = "query, key and value have different dtypes"
+    AUTOCAST = "autocast changes the dtype inside the call"
+    HEAD_DIM = "the head dim is outside what the sparse kernels take"
+    BATCH_MISMATCH = "query, key and value have different batch sizes"
+    HEADS_MISMATCH = "the query heads are no multiple of the key heads, or enable_gqa is off"
+    SCALE_UNKNOWN = "the scale is computed at run time"
+    DECODE = "Lq is 1: a decode step"
+    NOT_CAUSAL = "no mask and not causal: every query sees every key"
+    MASK_WITH_CAUSAL = "attn_mask and is_causal are both set"
+    LENGTHS_DIFFER = "Lq and Lkv differ or are not known to be equal"
+    FLOAT_MASK = "attn_mask is additive (a bias), not boolean"
+    MASK_IS_INPUT = "attn_mask is an input of the graph, so what it says cannot be proved"
+    MASK_NOT_CAUSAL = "attn_mask was read and is not causal"
+    MASK_OFFSET = "attn_mask is causal with an offset: a later chunk or turn"
+    MASK_WINDOW = "attn_mask has a sliding window or chunks"
+    MASK_DOCUMENTS = "attn_mask separates packed documents"
+    MASK_KV_LIMIT = "attn_mask hides the unfilled end of a cache"
+    MASK_UNREAD = "a part of attn_mask could not be proved to mean anything known"
+    CPU_DYNAMIC_PADDING = "a padding mask with dynamic shapes does not compile on the CPU"
+    TOO_SHORT = "Lq is below min_seqlen"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A reason with the detail of this one site."""
+
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason.value} ({self.detail})" if self.detail else self.reason.value
+
+
+@dataclass(frozen=True, slots=True)
+class SiteReport:
+    """The outcome for one SDPA call.
+
+    Args:
+        index: Number of the call in its graph, from 0.
+        node: Name of the node in the Dynamo graph.
+        module_path: Path of the calling module, "" where Dynamo does not know it.
+        shapes: Text of the shapes, such as "q[1, 9, 4096, 64] kv[1, 3, 4096, 64] bfloat16 cuda:0".
+        mask: Reading of the mask, such as "causal" or "causal + padding".
+        kernel: "FLASH", "TRITON" or "CPU" where the site was rewritten, else "".
+        policy: Selection policy where the site was rewritten, else "".
+        rejection: Why the call was left as it was; None where it was rewritten.
+    """
+
+    index: int
+    node: str
+    module_path: str
+    shapes: str
+    mask: str
+    kernel: str = ""
+    policy: str = ""
+    rejection: Rejection | None = None
+
+    @property
+    def rewritten(self) -> bool:
+        """True where the call now runs sparsely."""
+        return self.rejection is None
+
+    def __str__(self) -> str:
+        where = self.module_path or self.node
+        if self.rejection is None:
+            return f"{where}: rewritten, {self.policy} on {self.kernel}, {self.mask}, {self.shapes}"
+        return f"{where}: left dense: {self.rejection}, {self.shapes}"
+
+
+@dataclass(slots=True)
+class RewriteReport:
+    """The outcome for one graph, site by site."""
+
+    sites: list[SiteReport] = field(default_factory=list)
+
+    @property
+    def rewritten(self) -> list[SiteReport]:
+        """The sites that now run sparsely."""
+        return [site for site in self.sites if site.rewritten]
+
+    @property
+    def rejected(self) -> list[SiteReport]:
+        """The sites that stay as they were; each has a `rejection`."""
+        return [site for site in self.sites if not site.rewritten]
+
+    def __str__(self) -> str:
+        head = f"{len(self.rewritten)} of {len(self.sites)} attention calls rewritten"
+        return "\n".join([head, *(f"  {site}" for site in self.sites)])

@@ -1,0 +1,1 @@
+"""Which KV blocks each query block attends to."""

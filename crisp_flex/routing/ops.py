@@ -1,0 +1,113 @@
+"""The operators `crisp_flex::route` and `crisp_flex::realize`: schema, fake and dispatch; torch only.
+
+    route(query, key, key_valid?, <RouteParams>) -> (kv_num_blocks, kv_buffer, full_kv_num_blocks, stats)
+
+kv_buffer holds both index lists of FlexAttention, so that they have equal strides (torch 2.11 needs it):
+the partial list is kv_buffer[..., :Nkv], the full list kv_buffer[..., P:], with P = `partial_slots`.
+The kernels and the eager reference are imported when a call is dispatched to them, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from crisp_flex.routing.geometry import partial_slots
+from crisp_flex.routing.params import STAT_NAMES, RouteParams
+
+RouteResult = tuple[Tensor, Tensor, Tensor, Tensor]
+Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
+
+_observers: list[tuple[Observer, Iterator[int]]] = []
+
+_PARAMS = ", ".join(f"{f.type} {f.name}" for f in dataclasses.fields(RouteParams))
+torch.library.define(
+    "crisp_flex::route",
+    f"(Tensor query, Tensor key, Tensor? key_valid, {_PARAMS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
+torch.library.define(
+    "crisp_flex::realize", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+def route(
+    query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
+) -> RouteResult:
+    """Choose the KV blocks of every query block.
+
+    Args:
+        query: [B, Hq, Lq, D], fp32, fp16 or bf16, any strides.
+        key: [B, Hkv, Lkv, D], Hq a multiple of Hkv, Lkv >= Lq. Query i sees keys 0 .. i + Lkv - Lq.
+        key_valid: [B, Lkv] bool, False where a key is padding; None if every key is valid.
+        params: Scale, block sizes and policy.
+
+    Returns:
+        kv_num_blocks: [B, Hq, Nq] int32, partial blocks of each query block.
+        kv_buffer: [B, Hq, Nq, P + Nkv] int32, contiguous; both lists ascend, see the module's text.
+        full_kv_num_blocks: [B, Hq, Nq] int32, blocks in which every pair is visible.
+        stats: [B, Hq, len(STAT_NAMES)] fp32.
+    """
+    return torch.ops.crisp_flex.route.default(query, key, key_valid, *params.as_args())  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def observe(callback: Observer) -> Iterator[None]:
+    """While active, call callback(call_index, kv_num_blocks, kv_buffer, full_kv_num_blocks, stats).
+
+    It sees each run of the op in this process, in order, call_index from 0. The tensors are the op's
+    own outputs: read them, do not change them.
+    """
+    entry = (callback, iter(range(1 << 62)))
+    _observers.append(entry)
+    try:
+        yield
+    finally:
+        _observers.remove(entry)
+
+
+@torch.library.impl("crisp_flex::route", ("cpu", "cuda"))
+def _route_eager(
+    query: Tensor, key: Tensor, key_valid: Tensor | None, *args: float | int | str
+) -> RouteResult:
+    from crisp_flex.routing import reference
+
+    result = reference.route(query, key, key_valid, _params(args))
+    for callback, count in _observers:
+        callback(next(count), *result)
+    return result
+
+
+@torch.library.register_fake("crisp_flex::route")
+def _route_fake(
+    query: Tensor, key: Tensor, key_valid: Tensor | None, *args: float | int | str
+) -> RouteResult:
+    params = _params(args)
+    B, Hq, Lq = query.shape[:3]
+    Nq = (Lq + params.block_q - 1) // params.block_q
+    Lkv = key.shape[2]
+    Nkv = (Lkv + params.block_kv - 1) // params.block_kv
+    P = partial_slots(params.block_q, params.block_kv, Lq, Lkv, key_valid is not None)
+    kv_num_blocks = query.new_empty((B, Hq, Nq), dtype=torch.int32)
+    kv_buffer = query.new_empty((B, Hq, Nq, P + Nkv), dtype=torch.int32)
+    stats = query.new_empty((B, Hq, len(STAT_NAMES)), dtype=torch.float32)
+    return kv_num_blocks, kv_buffer, torch.empty_like(kv_num_blocks), stats
+
+
+@torch.library.impl("crisp_flex::realize", ("cpu", "cuda"))
+def _realize(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("crisp_flex::realize")
+def _realize_fake(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _params(args: tuple[float | int | str, ...]) -> RouteParams:
+    names = (f.name for f in dataclasses.fields(RouteParams))
+    return RouteParams(**dict(zip(names, args, strict=True)))  # type: ignore[arg-type]

@@ -1,0 +1,77 @@
+"""RouteParams: everything that crisp_flex::route is told besides its tensors, as one frozen record."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from crisp_flex.config import CrispConfig
+
+# Columns of the op's statistics, per batch and query head.
+STAT_NAMES = ("kept_blocks", "visible_blocks", "c_struct", "coverage", "multiple", "route")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteParams:
+    """The scalar arguments of `crisp_flex::route`, in the order of its schema.
+
+    Args:
+        scale: Factor on the logits q @ k^T, usually 1/sqrt(D).
+        block_q: Query tokens per block.
+        block_kv: Key tokens per block.
+        policy: "hybrid", "crisp", "streaming" or "dense".
+        dense_last_blocks: Query blocks at the end of the query range that keep all visible blocks.
+        coverage: hybrid: exact attention mass to reach on the audit rows, in (0, 1].
+        coverage_reduce: hybrid: "mean" or "min" over the audit rows.
+        audit_rows: hybrid: number of audited query blocks, at 1/m, 2/m, ..., 1 of the valid length.
+        router: crisp: "c_struct", "jsd", "vs" or "pe".
+        alpha: crisp: multiple of the noise floor.
+        tau: crisp: c_struct at or above which a head takes the vertical-slash route.
+        k_min: crisp: least number of non-anchor lines per direction.
+        gamma: crisp: mass that the pooled-estimate route keeps, in (0, 1].
+        streaming_blocks: streaming: block diagonals kept besides column 0.
+        max_uncovered: Policies without an audit: mass left uncovered on the proxy rows above
+            which a head keeps all blocks, in [0, 1].
+    """
+
+    scale: float
+    block_q: int = 128
+    block_kv: int = 128
+    policy: str = "hybrid"
+    dense_last_blocks: int = 1
+    coverage: float = 0.9
+    coverage_reduce: str = "mean"
+    audit_rows: int = 4
+    router: str = "c_struct"
+    alpha: float = 1.0
+    tau: float = 0.2
+    k_min: int = 8
+    gamma: float = 0.95
+    streaming_blocks: int = 8
+    max_uncovered: float = 0.5
+
+    @classmethod
+    def from_config(cls, config: CrispConfig, *, D: int, scale: float | None = None) -> RouteParams:
+        """The parameters for one attention site of head dim D under config."""
+        block_q, block_kv = config.block_size
+        return cls(
+            scale=1.0 / math.sqrt(D) if scale is None else scale,
+            block_q=block_q,
+            block_kv=block_kv,
+            policy=config.policy,
+            dense_last_blocks=config.dense_last_blocks,
+            coverage=config.coverage,
+            coverage_reduce=config.coverage_reduce,
+            audit_rows=config.audit_rows,
+            router=config.router,
+            alpha=config.alpha,
+            tau=config.tau,
+            k_min=config.k_min,
+            gamma=config.gamma,
+            streaming_blocks=config.streaming_blocks,
+            max_uncovered=config.max_uncovered,
+        )
+
+    def as_args(self) -> tuple[float | int | str, ...]:
+        """The values in field order, which is the order of the op's schema."""
+        return tuple(asdict(self).values())

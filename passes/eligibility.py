@@ -1,0 +1,174 @@
+"""Pass 2: decide, for each site, whether it may be rewritten. Every "no" has a reason; reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import (
+    free_unbacked_symbols,
+    statically_known_true,
+)
+
+from crisp_flex import flex_hop
+from crisp_flex.config import CrispConfig
+from crisp_flex.passes.mask_spec import MaskSpec
+from crisp_flex.passes.match import SdpaSite, example_value
+from crisp_flex.report import Reason, Rejection
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+MIN_HEAD_DIM = {"cpu": 8, "cuda": 16}
+
+
+def check(
+    site: SdpaSite, key: fx.Node, value: fx.Node, mask: MaskSpec | None, config: CrispConfig
+) -> Rejection | None:
+    """None if the site may be rewritten, else the first reason against it.
+
+    Args:
+        site: The call.
+        key: [B, Hkv, Lkv, D], its key with a repetition of heads taken off (`unrepeat_kv`).
+        value: [B, Hkv, Lkv, Dv], likewise.
+        mask: The reading of a boolean attn_mask that is computed in the graph, else None.
+        config: The settings of this site.
+
+    A length that is only known symbolically is compared with min_seqlen by a guard, so that shorter
+    calls get a dense graph of their own. That is the last test: a refused site adds no guard.
+    """
+    q, k, v = (example_value(node) for node in (site.query, key, value))
+    return next((no for test in _TESTS for no in test(site, q, k, v, mask, config)), None)
+
+
+def _switch(
+    site: SdpaSite, q: object, k: object, v: object, mask: MaskSpec | None, config: CrispConfig
+) -> Iterator[Rejection]:
+    if not config.enabled:
+        yield Rejection(Reason.DISABLED)
+    if site.nested:
+        yield Rejection(Reason.NESTED_GRAPH)
+    if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
+        yield Rejection(Reason.NO_SHAPES)
+
+
+def _tensors(
+    site: SdpaSite,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: MaskSpec | None,
+    config: CrispConfig,
+) -> Iterator[Rejection]:
+    if not q.dim() == k.dim() == v.dim() == 4:
+        yield Rejection(Reason.NOT_FOUR_DIMENSIONAL, f"{q.dim()}, {k.dim()} and {v.dim()}")
+    if any(free_unbacked_symbols(size) for t in (q, k, v) for size in t.shape):
+        yield Rejection(Reason.UNBACKED_SHAPE)
+    if site.dropout_p != 0:
+        yield Rejection(Reason.HAS_DROPOUT, f"dropout_p={site.dropout_p}")
+    out = example_value(site.node)
+    if isinstance(out, torch.Tensor) and out.requires_grad:
+        yield Rejection(Reason.NEEDS_GRAD)
+    if q.device.type not in MIN_HEAD_DIM:
+        yield Rejection(Reason.UNSUPPORTED_DEVICE, str(q.device))
+    if q.device.type == "cpu" and not flex_hop.cpu_has_flex():
+        yield Rejection(Reason.CPU_LACKS_FLEX)
+    if not q.dtype == k.dtype == v.dtype:
+        yield Rejection(Reason.MIXED_DTYPES, f"{q.dtype}, {k.dtype} and {v.dtype}")
+    if q.dtype not in DTYPES:
+        yield Rejection(Reason.UNSUPPORTED_DTYPE, str(q.dtype))
+    if isinstance(out, torch.Tensor) and out.dtype != q.dtype:
+        yield Rejection(Reason.AUTOCAST, f"{q.dtype} to {out.dtype}")
+    least = MIN_HEAD_DIM[q.device.type]
+    # dynamic=True makes heads and head dims of plain inputs symbolic; int() guards, as
+    # flex_attention() itself does
+    D, Dv = int(q.shape[3]), int(v.shape[3])
+    if not all(least <= d <= MAX_HEAD_DIM for d in (D, Dv)):
+        yield Rejection(Reason.HEAD_DIM, f"D={D}, Dv={Dv}, not in [{least}, {MAX_HEAD_DIM}]")
+    if not all(statically_known_true(t.shape[0] == q.shape[0]) for t in (k, v)):
+        yield Rejection(Reason.BATCH_MISMATCH, f"{q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
+    yield from _heads(site, q, k, v)
+    if isinstance(site.scale, fx.Node) and not isinstance(
+        example_value(site.scale), (int, float, torch.SymFloat)
+    ):
+        yield Rejection(Reason.SCALE_UNKNOWN)
+
+
+def _heads(
+    site: SdpaSite, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Iterator[Rejection]:
+    # dynamic=True makes the heads of plain inputs symbolic; int() guards, as flex_attention itself does
+    Hq, Hkv, Hv = (int(t.shape[1]) for t in (q, k, v))
+    given_key = example_value(site.key)
+    as_called = given_key is not None and int(given_key.shape[1]) == Hq  # repeated in the graph
+    if Hkv != Hv or Hkv == 0 or Hq % Hkv or not (site.enable_gqa or Hq == Hkv or as_called):
+        yield Rejection(Reason.HEADS_MISMATCH, f"Hq={Hq}, Hkv={Hkv}, enable_gqa={site.enable_gqa}")
+
+
+def _mask(
+    site: SdpaSite,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: MaskSpec | None,
+    config: CrispConfig,
+) -> Iterator[Rejection]:
+    if isinstance(q.shape[2], int) and q.shape[2] == 1:
+        yield Rejection(Reason.DECODE)
+    if site.attn_mask is None:
+        if not site.is_causal:
+            yield Rejection(Reason.NOT_CAUSAL)
+        return
+    given = example_value(site.attn_mask)
+    if site.is_causal:
+        yield Rejection(Reason.MASK_WITH_CAUSAL)
+    if isinstance(given, torch.Tensor) and given.dtype != torch.bool:
+        yield Rejection(Reason.FLOAT_MASK, str(given.dtype))
+    if mask is None:
+        yield Rejection(Reason.MASK_IS_INPUT)
+    elif not mask.is_plain_causal:
+        yield _why_not_causal(mask)
+
+
+def _why_not_causal(mask: MaskSpec) -> Rejection:
+    reading = mask.describe()
+    if mask.other or mask.by_position:
+        return Rejection(Reason.MASK_UNREAD, reading)
+    if not mask.causal:
+        return Rejection(Reason.MASK_NOT_CAUSAL, reading)
+    if mask.window is not None or mask.chunk:
+        return Rejection(Reason.MASK_WINDOW, reading)
+    if mask.documents:
+        return Rejection(Reason.MASK_DOCUMENTS, reading)
+    if mask.q_offset != 0:
+        return Rejection(Reason.MASK_OFFSET, reading)
+    if mask.kv_limit is not None:
+        return Rejection(Reason.MASK_KV_LIMIT, reading)
+    return Rejection(Reason.MASK_UNREAD, reading)
+
+
+def _lengths(
+    site: SdpaSite,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: MaskSpec | None,
+    config: CrispConfig,
+) -> Iterator[Rejection]:
+    Lq, Lkv, Lv = q.shape[2], k.shape[2], v.shape[2]
+    static = isinstance(Lq, int) and isinstance(Lkv, int)
+    if q.device.type == "cpu" and mask is not None and mask.padding and not static:
+        yield Rejection(Reason.CPU_DYNAMIC_PADDING, f"Lq={Lq}")
+    if isinstance(Lq, int) and Lq < config.min_seqlen:
+        yield Rejection(Reason.TOO_SHORT, f"Lq={Lq}, min_seqlen={config.min_seqlen}")
+    # is_causal is top-left aligned, so only a square call may be read as causal. Separate inputs of
+    # a dynamic graph have different symbols even when equal: that takes a guard.
+    if not statically_known_true(Lq == Lkv) and (static or not bool(Lq == Lkv)):
+        yield Rejection(Reason.LENGTHS_DIFFER, f"Lq={Lq}, Lkv={Lkv}")
+    if not statically_known_true(Lkv == Lv) and not bool(Lkv == Lv):
+        yield Rejection(Reason.LENGTHS_DIFFER, f"Lkv={Lkv} of the key, {Lv} of the value")
+    if not bool(Lq >= config.min_seqlen):
+        yield Rejection(Reason.TOO_SHORT, f"Lq={Lq}, min_seqlen={config.min_seqlen}")
+
+
+_TESTS: tuple[Callable[..., Iterator[Rejection]], ...] = (_switch, _tensors, _mask, _lengths)

@@ -1,0 +1,118 @@
+"""Pass 1: find every scaled-dot-product attention call and bind its arguments by name; reads only."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+# F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention, one object; the aten
+# overload stands in exported programs.
+SDPA_TARGETS = frozenset(
+    {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaSite:
+    """One SDPA call: its node, its place in the model, and its arguments by name.
+
+    Args:
+        index: Number of the call in its graph, from 0.
+        node: The call.
+        module_path: Path of the calling module as `named_modules()` spells it, "" if not known.
+        nested: True where the call stands in a graph inside the graph.
+        query: [B, Hq, Lq, D].
+        key: [B, Hkv, Lkv, D].
+        value: [B, Hkv, Lkv, Dv].
+        attn_mask: A node, or None.
+        dropout_p: A number, or a node where it is computed.
+        is_causal: Top-left aligned causality, as SDPA defines it.
+        scale: A number, None for 1/sqrt(D), or a node (dynamic shapes turn floats into inputs).
+        enable_gqa: Hkv may be a divisor of Hq.
+    """
+
+    index: int
+    node: fx.Node
+    module_path: str
+    nested: bool
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    attn_mask: fx.Node | None
+    dropout_p: float | fx.Node
+    is_causal: bool
+    scale: float | fx.Node | None
+    enable_gqa: bool
+
+
+def find_sdpa_sites(gm: fx.GraphModule) -> list[SdpaSite]:
+    """The SDPA calls of gm in execution order, those of nested graphs after them."""
+    return [
+        SdpaSite(index, node, module_path(node), graph_of is not gm, **_bind(node))
+        for index, (graph_of, node) in enumerate(_sdpa_nodes(gm))
+    ]
+
+
+def example_value(value: Any) -> Any:  # noqa: ANN401
+    """The fake tensor, SymInt or number that stands for a graph value; None if not recorded."""
+    if not isinstance(value, fx.Node):
+        return value
+    return value.meta.get("example_value", value.meta.get("val"))
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module around node: "model.layers.0.self_attn"."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    name = str(list(stack.values())[-1][0])
+    # Dynamo writes the source of the root first: L['self'], L['args'][0], L['fn'].__self__ ...
+    name = re.sub(r"^L\[[^\]]*\](\[\d+\])?(\.__self__)?", "", name)
+    name = re.sub(r"\._(?:modules|orig_mod)\b", "", name)
+    name = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", name)
+    return name.strip(".")
+
+
+def _sdpa_nodes(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+    nested: list[fx.GraphModule] = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in SDPA_TARGETS:
+            yield gm, node
+        elif node.op == "get_attr":
+            child = gm
+            for part in str(node.target).split("."):
+                child = getattr(child, part, None)  # type: ignore[assignment]
+            if isinstance(child, fx.GraphModule) and child not in nested:
+                nested.append(child)
+    for child in nested:
+        yield from _sdpa_nodes(child)
+
+
+def _bind(node: fx.Node) -> dict[str, Any]:
+    bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _sdpa(  # noqa: PLR0913
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    attn_mask: fx.Node | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    """The signature of F.scaled_dot_product_attention (a builtin, so inspect cannot read it)."""
+
+
+_SIGNATURE = inspect.signature(_sdpa)

@@ -1,0 +1,103 @@
+"""Runs match, lift_mask, unrepeat_kv, eligibility and rewrite over one graph, and reports each site."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import fx
+
+from crisp_flex.config import CrispConfig
+from crisp_flex.passes.dead_nodes import ancestors, erase_dead_ancestors
+from crisp_flex.passes.eligibility import check
+from crisp_flex.passes.lift_mask import lift_mask
+from crisp_flex.passes.mask_spec import MaskSpec
+from crisp_flex.passes.match import SdpaSite, example_value, find_sdpa_sites
+from crisp_flex.passes.rewrite import Rewriter
+from crisp_flex.passes.unrepeat_kv import unrepeat_kv
+from crisp_flex.report import RewriteReport, SiteReport
+
+log = logging.getLogger(__name__)
+
+
+def run_passes(gm: fx.GraphModule, config: CrispConfig) -> RewriteReport:
+    """Rewrite in place every attention call of gm that is proved to be causal prefill.
+
+    Args:
+        gm: A Dynamo (torch-level) graph with fake tensors in `meta["example_value"]`, or the graph
+            of an exported program (`meta["val"]`).
+        config: What to route; its overrides are applied per site.
+
+    Returns:
+        One SiteReport a call, in order. A rejected call and all that it needs are unchanged.
+    """
+    report = RewriteReport()
+    masks: dict[fx.Node, MaskSpec] = {}
+    dead: set[fx.Node] = set()
+    rewriter = Rewriter(gm)
+    for site in find_sdpa_sites(gm):
+        site_config = config.for_site(site.index, site.module_path)
+        mask = _read_mask(site, masks)
+        key, value, _ = unrepeat_kv(site.key, site.value)
+        rejection = check(site, key, value, mask, site_config)
+        kernel = ""
+        shapes = _shapes(site, key)
+        if rejection is None:
+            dead |= _left_over(site, key, value)
+            kernel = rewriter.rewrite(site, key, value, mask, site_config)
+        report.sites.append(
+            SiteReport(
+                index=site.index,
+                node=site.node.name,
+                module_path=site.module_path,
+                shapes=shapes,
+                mask=_mask_text(site, mask),
+                kernel=kernel,
+                policy=site_config.policy if rejection is None else "",
+                rejection=rejection,
+            )
+        )
+        log.info("%s", report.sites[-1])
+    if report.rewritten:
+        erase_dead_ancestors(gm.graph, dead)
+        gm.graph.lint()
+        gm.recompile()
+    return report
+
+
+def _read_mask(site: SdpaSite, masks: dict[fx.Node, MaskSpec]) -> MaskSpec | None:
+    """The reading of a mask that the graph computes; None for no mask, an input, or a bias."""
+    node = site.attn_mask
+    given = example_value(node)
+    if node is None or site.nested or node.op in ("placeholder", "get_attr"):
+        return None
+    if not isinstance(given, torch.Tensor) or given.dtype != torch.bool:
+        return None
+    if node not in masks:
+        masks[node] = lift_mask(node)
+    return masks[node]
+
+
+def _left_over(site: SdpaSite, key: fx.Node, value: fx.Node) -> set[fx.Node]:
+    """What only the call may have needed: its mask and the repetition of its heads."""
+    nodes = (ancestors(site.key) | {site.key}) - (ancestors(key) | {key})
+    nodes |= (ancestors(site.value) | {site.value}) - (ancestors(value) | {value})
+    if site.attn_mask is not None:
+        nodes |= ancestors(site.attn_mask) | {site.attn_mask}
+    return nodes
+
+
+def _mask_text(site: SdpaSite, mask: MaskSpec | None) -> str:
+    if mask is not None:
+        return mask.describe()
+    if site.attn_mask is None:
+        return "causal" if site.is_causal else "none"
+    return "not read"
+
+
+def _shapes(site: SdpaSite, key: fx.Node) -> str:
+    q, k = example_value(site.query), example_value(key)
+    if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
+        return "shapes not known"
+    dtype = str(q.dtype).removeprefix("torch.")
+    return f"q{list(q.shape)} kv{list(k.shape)} {dtype} {q.device}"

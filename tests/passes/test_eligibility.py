@@ -1,0 +1,197 @@
+"""Every Reason has a graph that triggers it, and a refused graph stays as it was."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import capture, causal, padded_mask, position_mask, repeat_kv
+
+from crisp_flex import CrispConfig, Reason, flex_hop
+from crisp_flex.passes.pipeline import run_passes
+
+L = 256
+CONFIG = CrispConfig(min_seqlen=128)
+
+
+def qkv(B=1, Hq=4, Hkv=2, Lq=L, Lkv=None, D=32, Dv=None, dtype=torch.float32, device="cpu"):
+    make = partial(torch.randn, dtype=dtype, device=device)
+    Lkv = Lkv or Lq
+    return make(B, Hq, Lq, D), make(B, Hkv, Lkv, D), make(B, Hkv, Lkv, Dv or D)
+
+
+def sdpa(**options):
+    return lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, **{"is_causal": True, "enable_gqa": True, **options}
+    )
+
+
+def masked(mask, **options):
+    """SDPA under mask(query position, key position), heads repeated."""
+
+    def fn(q, k, v):
+        query = torch.arange(q.shape[2])[None, None, :, None]
+        key = torch.arange(k.shape[2])[None, None, None, :]
+        return F.scaled_dot_product_attention(
+            q, *repeat_kv(q, k, v), attn_mask=mask(query, key), **options
+        )
+
+    return fn
+
+
+def given_mask(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def scale_of_input(q, k, v, x):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=x.item())
+
+
+def cut_at_run_time(q, k, v, n):
+    size = n.item()
+    torch._check(size > 1)
+    torch._check(size <= q.shape[2])
+    q, k, v = (x[:, :, :size] for x in (q, k, v))
+    return causal(q, k, v)
+
+
+def checkpointed(q, k, v):
+    return torch.utils.checkpoint.checkpoint(causal, q, k, v, use_reentrant=False)
+
+
+def cast_inside(q, k, v):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return causal(q, k, v)
+
+
+def limited(query, key):
+    limit = torch.nn.functional.pad(torch.ones(1, L - 56, dtype=torch.bool), (0, 56))
+    batch = torch.arange(1)[:, None, None, None]
+    return (key <= query) & limit[batch, key]
+
+
+def documents(q, k, v, ids):
+    batch = torch.arange(1)[:, None, None, None]
+    query = torch.arange(L)[None, None, :, None]
+    key = torch.arange(L)[None, None, None, :]
+    mask = (key <= query) & (ids[batch, query] == ids[batch, key])
+    return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
+
+
+def offset_chunk(q, k, v):
+    mask = position_mask(1, q.shape[2], k.shape[2], q.device, offset=k.shape[2] - q.shape[2])
+    return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
+
+
+# Reason -> (function, its inputs, config, dynamic)
+REFUSED = {
+    Reason.DISABLED: (causal, qkv(), CrispConfig(min_seqlen=128, enabled=False), None),
+    Reason.NESTED_GRAPH: (checkpointed, qkv(), CONFIG, None),
+    Reason.NOT_FOUR_DIMENSIONAL: (
+        sdpa(enable_gqa=False),
+        tuple(x[0] for x in qkv(Hkv=4)),
+        CONFIG,
+        None,
+    ),
+    Reason.UNBACKED_SHAPE: (cut_at_run_time, (*qkv(), torch.tensor(200)), CONFIG, None),
+    Reason.HAS_DROPOUT: (sdpa(dropout_p=0.1), qkv(), CONFIG, None),
+    Reason.UNSUPPORTED_DEVICE: (causal, qkv(device="meta"), CONFIG, None),
+    Reason.UNSUPPORTED_DTYPE: (causal, qkv(dtype=torch.float64), CONFIG, None),
+    Reason.AUTOCAST: (cast_inside, qkv(), CONFIG, None),
+    Reason.HEAD_DIM: (causal, qkv(D=4), CONFIG, None),
+    Reason.SCALE_UNKNOWN: (scale_of_input, (*qkv(), torch.tensor(0.2)), CONFIG, None),
+    Reason.DECODE: (sdpa(is_causal=False), qkv(Lq=1, Lkv=L), CONFIG, None),
+    Reason.NOT_CAUSAL: (sdpa(is_causal=False), qkv(), CONFIG, None),
+    Reason.LENGTHS_DIFFER: (causal, qkv(Lq=L, Lkv=2 * L), CONFIG, None),
+    Reason.FLOAT_MASK: (
+        masked(lambda q, k: torch.where(k <= q, 0.0, float("-inf"))),
+        qkv(),
+        CONFIG,
+        None,
+    ),
+    Reason.MASK_IS_INPUT: (
+        given_mask,
+        (*qkv(), torch.ones(L, L, dtype=torch.bool).tril()),
+        CONFIG,
+        None,
+    ),
+    Reason.MASK_NOT_CAUSAL: (masked(lambda q, k: q <= k), qkv(), CONFIG, None),
+    Reason.MASK_OFFSET: (offset_chunk, qkv(Lq=L, Lkv=L + 64), CONFIG, None),
+    Reason.MASK_WINDOW: (masked(lambda q, k: (k <= q) & (k > q - 64)), qkv(), CONFIG, None),
+    Reason.MASK_DOCUMENTS: (
+        documents,
+        (*qkv(), torch.arange(L)[None] // 100),
+        CONFIG,
+        None,
+    ),
+    Reason.MASK_KV_LIMIT: (masked(lambda q, k: (k <= q) & (k < 200)), qkv(), CONFIG, None),
+    Reason.MASK_UNREAD: (
+        masked(lambda q, k: (k <= q) | ((q < 64) & (k < 64))),
+        qkv(),
+        CONFIG,
+        None,
+    ),
+    Reason.CPU_DYNAMIC_PADDING: (
+        padded_mask,
+        (*qkv(), torch.ones(1, L, dtype=torch.int64)),
+        CONFIG,
+        True,
+    ),
+    Reason.TOO_SHORT: (causal, qkv(), CrispConfig(min_seqlen=L + 1), None),
+}
+# SDPA itself refuses these calls while tracing, so the graph is made by hand from a good one.
+BY_HAND = {
+    Reason.NO_SHAPES: lambda node: [n.meta.pop("example_value") for n in node.args],
+    Reason.MIXED_DTYPES: lambda node: _retype(node.args[2], dtype=torch.bfloat16),
+    Reason.BATCH_MISMATCH: lambda node: _reshape(node.args[1], (2, 2, L, 32)),
+    Reason.HEADS_MISMATCH: lambda node: _reshape(node.args[1], (1, 3, L, 32)),
+    Reason.MASK_WITH_CAUSAL: lambda node: node.update_kwarg("attn_mask", node.args[0]),
+    Reason.NEEDS_GRAD: lambda node: node.meta["example_value"].requires_grad_(),
+    Reason.CPU_LACKS_FLEX: lambda node: None,
+}
+
+
+def _retype(node, dtype):
+    node.meta["example_value"] = node.meta["example_value"].to(dtype)
+
+
+def _reshape(node, shape):
+    node.meta["example_value"] = node.meta["example_value"].new_empty(shape)
+
+
+@pytest.mark.parametrize("reason", Reason, ids=lambda reason: reason.name)
+def test_refused_sites_stay_dense(reason, monkeypatch):
+    if reason in REFUSED:
+        fn, inputs, config, dynamic = REFUSED[reason]
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            gm = capture(fn, *inputs, dynamic=dynamic)
+    else:
+        gm, config = capture(causal, *qkv()), CONFIG
+        (node,) = gm.graph.find_nodes(
+            op="call_function", target=F.scaled_dot_product_attention
+        )
+        BY_HAND[reason](node)
+        if reason is Reason.CPU_LACKS_FLEX:
+            monkeypatch.setattr(flex_hop, "cpu_has_flex", lambda: False)
+        gm.recompile()
+    before = gm.code
+    report = run_passes(gm, config)
+    assert [site.rejection.reason for site in report.rejected] == [reason]
+    assert report.rewritten == []
+    assert gm.code == before
+    assert reason.value in str(report)
+
+
+def test_the_same_call_without_the_fault_is_rewritten():
+    report = run_passes(capture(causal, *qkv()), CONFIG)
+    assert [site.mask for site in report.rewritten] == ["causal"]
+    assert report.rejected == []
+
+
+def test_a_real_gradient_keeps_the_call_dense():
+    inputs = [x.requires_grad_() for x in qkv()]
+    report = run_passes(capture(causal, *inputs), CONFIG)
+    assert [site.rejection.reason for site in report.rejected] == [Reason.NEEDS_GRAD]
+    with torch.no_grad():
+        report = run_passes(capture(causal, *inputs), CONFIG)
+    assert len(report.rewritten) == 1

@@ -1,0 +1,60 @@
+"""Queries and keys with a sink, hot columns, slashes and block-wise topics, and key masks."""
+
+import math
+
+import torch
+
+from crisp_flex.routing.params import RouteParams
+
+
+def structured(B=1, Hq=4, Hkv=2, Lq=640, Lkv=None, D=32, *, seed=0, strength=1.0, dtype=torch.float32):
+    """query [B, Hq, Lq, D] and key [B, Hkv, Lkv, D]; every head has its own mix of patterns.
+
+    The tokens do not depend on how many come before them: they are drawn from the last one on.
+    """
+    Lkv = Lkv or Lq
+    gen = torch.Generator().manual_seed(seed)
+    G = Hq // Hkv
+    noise = torch.randn(B, Hq + Hkv, 2048, D, generator=gen)[:, :, -Lkv:]
+    q, k = noise[:, :Hq, -Lq:].clone(), noise[:, Hq:].clone()
+    topics = torch.randn(B, Hkv, 64, D, generator=gen)[:, :, -math.ceil(Lkv / 32) :]
+    topics = topics.repeat_interleave(32, 2)[:, :, -Lkv:]
+    k += 0.7 * strength * topics
+    heads = torch.rand(B, Hq, 3, generator=gen)
+    q += heads[..., 0, None, None] * strength * topics.repeat_interleave(G, 1).roll(96, 2)[:, :, -Lq:]
+    position = torch.arange(Lkv) - Lkv
+    wave = torch.stack([torch.cos(position / 20), torch.sin(position / 20)], -1)
+    k[..., :2] = 2 * wave
+    shifted = torch.stack([torch.cos((position - 170) / 20), torch.sin((position - 170) / 20)], -1)
+    q[..., :2] = heads[..., 1, None, None] * 5 * strength * shifted[-Lq:]
+    k[:, :, 0, 2] += 6 * strength
+    k[:, :, Lkv // 3 :: 251, 2] += 5 * strength
+    q[..., 2] += heads[..., 2, None] * 3 * strength
+    return q.to(dtype), k.to(dtype)
+
+
+def params(D=32, block=(128, 128), **changes):
+    """RouteParams of a head dim and block sizes."""
+    return RouteParams(scale=1 / math.sqrt(D), block_q=block[0], block_kv=block[1], **changes)
+
+
+def key_mask(kind, B, Lkv):
+    """[B, Lkv] bool key masks by name; None for "none"."""
+    if kind == "none":
+        return None
+    tokens = torch.arange(Lkv)[None]
+    length = torch.tensor([Lkv - (37 + 150 * b) % Lkv for b in range(B)])[:, None]
+    if kind == "left":
+        return tokens >= Lkv - length
+    if kind == "right":
+        return tokens < length
+    if kind == "holes":
+        gen = torch.Generator().manual_seed(3)
+        mask = torch.rand(B, Lkv, generator=gen) > 0.3
+        mask[:, 140:300] = False
+        return mask
+    if kind == "all false in the first":
+        mask = torch.ones(B, Lkv, dtype=torch.bool)
+        mask[0] = False
+        return mask
+    raise ValueError(kind)
