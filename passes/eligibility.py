@@ -88,8 +88,9 @@ def _tensors(
     if not all(statically_known_true(t.shape[0] == q.shape[0]) for t in (k, v)):
         yield Rejection(Reason.BATCH_MISMATCH, f"{q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
     yield from _heads(site, q, k, v)
-    if isinstance(site.scale, fx.Node) and not isinstance(
-        example_value(site.scale), (int, float, torch.SymFloat)
+    scale = example_value(site.scale)
+    if site.scale is not None and (
+        not isinstance(scale, (int, float, torch.SymFloat)) or free_unbacked_symbols(scale)
     ):
         yield Rejection(Reason.SCALE_UNKNOWN)
 

@@ -213,4 +213,6 @@ class IntegerLifter:
     def _has_loads(self, expr: sympy.Expr) -> bool:
         """Whether expr depends on an element of a tensor, of which the size is not known."""
         names = {str(atom) for atom in expr.free_symbols}
-        return len(expr.atoms(AppliedUndef)) > 0 or not names.isdisjoint(self.sources)
+        if not names.isdisjoint(self.sources):
+            return True
+        return len(expr.atoms(AppliedUndef)) > 0

@@ -52,12 +52,13 @@ class SdpaSite:
     enable_gqa: bool
 
 
-def find_sdpa_sites(gm: fx.GraphModule) -> list[SdpaSite]:
-    """The SDPA calls of gm in execution order, those of nested graphs after them."""
-    return [
-        SdpaSite(index, node, module_path(node), graph_of is not gm, **_bind(node))
-        for index, (graph_of, node) in enumerate(_sdpa_nodes(gm))
-    ]
+def find_sdpa_sites(gm: fx.GraphModule) -> Iterator[SdpaSite]:
+    """The SDPA calls of gm in execution order, those of nested graphs after them.
+
+    A site is bound when its turn comes, so that it sees what the rewrite of an earlier one put in.
+    """
+    for index, (graph_of, node) in enumerate(list(_sdpa_nodes(gm))):
+        yield SdpaSite(index, node, module_path(node), graph_of is not gm, **_bind(node))
 
 
 def example_value(value: Any) -> Any:  # noqa: ANN401

@@ -90,7 +90,8 @@ def above_floor(
         [B, Hq, N] bool.
     """
     candidate = entry & ~anchor
-    rest = (1 - (mass * anchor).sum(-1, keepdim=True)).clamp(min=0)
+    # equals 1 - anchor mass; summed, so that a lone candidate is exactly its own mean
+    rest = (mass * candidate).sum(-1, keepdim=True)
     floor = rest / candidate.sum(-1, keepdim=True).clamp(min=1)
     floor = floor.maximum(1 / (1024 * entry.sum(-1, keepdim=True).clamp(min=1)))
     kept = (mass > multiple * floor) & candidate

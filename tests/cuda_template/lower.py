@@ -51,7 +51,7 @@ H200 = {
     "gcnArchName": "",
     "L2_cache_size": 60 << 20,
 }
-PROPERTIES = namedtuple("Properties", H200)(**H200)  # noqa: PYI024
+PROPERTIES = namedtuple("Properties", H200)(**H200)
 
 
 class LoweredError(Exception):
@@ -130,29 +130,10 @@ def stop_before_loading():
 
 def lower(case):
     """The program that Inductor generates for one case."""
-    B, Hq, Hkv, L, D = (case[n] for n in ("B", "Hq", "Hkv", "L_compiled", "D"))
-    if case["transposed"]:
-        inputs = [torch.zeros(B, L, H, D).transpose(1, 2) for H in (Hq, Hkv, Hkv)]
-    else:
-        inputs = [torch.zeros(B, H, L, D) for H in (Hq, Hkv, Hkv)]
-    fn = causal
-    if case["dynamic"]:
-        for x in inputs:
-            torch._dynamo.mark_dynamic(x, 2)
-    if case["padding"]:
-        fn = padded_mask
-        inputs.append(torch.ones(B, L, dtype=torch.int64))
-        if case["dynamic"]:
-            torch._dynamo.mark_dynamic(inputs[-1], 1)
     with torch.no_grad():
-        gm = capture(fn, *inputs)
-        torch._dynamo.reset()
+        gm = _capture(case)
         placeholders, fake_mode = _move_to_cuda(gm)
-        # Dynamo names the input x of a function L_x_; the rest are lengths
-        names = [
-            node.target.removeprefix("L_").removesuffix("_") if "_" in node.target else "L"
-            for node in gm.graph.find_nodes(op="placeholder")
-        ]
+        names = [_input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
         config = CrispConfig(
             min_seqlen=1,
             backend="triton",
@@ -173,6 +154,28 @@ def lower(case):
     raise RuntimeError(f"{case['name']}: Inductor did not reach the end of its code generation")
 
 
+def _capture(case):
+    """The Dynamo graph of the attention call, on the CPU."""
+    B, Hq, Hkv, L, D = (case[n] for n in ("B", "Hq", "Hkv", "L_compiled", "D"))
+    if case["transposed"]:
+        inputs = [torch.zeros(B, L, H, D).transpose(1, 2) for H in (Hq, Hkv, Hkv)]
+    else:
+        inputs = [torch.zeros(B, H, L, D) for H in (Hq, Hkv, Hkv)]
+    if case["padding"]:
+        inputs.append(torch.ones(B, L, dtype=torch.int64))
+    if case["dynamic"]:
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 2 if x.dim() == 4 else 1)
+    torch._dynamo.reset()
+    return capture(padded_mask if case["padding"] else causal, *inputs)
+
+
+def _input_name(placeholder):
+    # Dynamo calls the argument x of a function L_x_, and a length by its symbol
+    name = placeholder.target
+    return name.removeprefix("L_").removesuffix("_") if name.startswith("L_") else "L"
+
+
 def _move_to_cuda(gm):
     """Rewrite a graph captured on the CPU as if its tensors were on CUDA; its fake inputs and mode.
 
@@ -183,8 +186,9 @@ def _move_to_cuda(gm):
         node.args, node.kwargs = fx.node.map_aggregate(
             (node.args, node.kwargs), lambda x: CUDA if isinstance(x, torch.device) else x
         )
-        value = tree_map_only(FakeTensor, _fake_cuda, node.meta.get("example_value"))
-        node.meta["example_value"] = value
+        if "example_value" in node.meta:
+            value = tree_map_only(FakeTensor, _fake_cuda, node.meta["example_value"])
+            node.meta["example_value"] = value
         if node.op == "placeholder":
             placeholders.append(value)
     gm.recompile()

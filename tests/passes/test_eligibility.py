@@ -43,12 +43,8 @@ def given_mask(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
-def scale_of_input(q, k, v, x):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=x.item())
-
-
 def cut_at_run_time(q, k, v, n):
-    size = n.item()
+    size = n.sum().item()  # a computed number, so the graph has no value for it
     torch._check(size > 1)
     torch._check(size <= q.shape[2])
     q, k, v = (x[:, :, :size] for x in (q, k, v))
@@ -93,13 +89,12 @@ REFUSED = {
         CONFIG,
         None,
     ),
-    Reason.UNBACKED_SHAPE: (cut_at_run_time, (*qkv(), torch.tensor(200)), CONFIG, None),
+    Reason.UNBACKED_SHAPE: (cut_at_run_time, (*qkv(), torch.tensor([100, 100])), CONFIG, None),
     Reason.HAS_DROPOUT: (sdpa(dropout_p=0.1), qkv(), CONFIG, None),
     Reason.UNSUPPORTED_DEVICE: (causal, qkv(device="meta"), CONFIG, None),
     Reason.UNSUPPORTED_DTYPE: (causal, qkv(dtype=torch.float64), CONFIG, None),
     Reason.AUTOCAST: (cast_inside, qkv(), CONFIG, None),
     Reason.HEAD_DIM: (causal, qkv(D=4), CONFIG, None),
-    Reason.SCALE_UNKNOWN: (scale_of_input, (*qkv(), torch.tensor(0.2)), CONFIG, None),
     Reason.DECODE: (sdpa(is_causal=False), qkv(Lq=1, Lkv=L), CONFIG, None),
     Reason.NOT_CAUSAL: (sdpa(is_causal=False), qkv(), CONFIG, None),
     Reason.LENGTHS_DIFFER: (causal, qkv(Lq=L, Lkv=2 * L), CONFIG, None),
@@ -148,6 +143,7 @@ BY_HAND = {
     Reason.MASK_WITH_CAUSAL: lambda node: node.update_kwarg("attn_mask", node.args[0]),
     Reason.NEEDS_GRAD: lambda node: node.meta["example_value"].requires_grad_(),
     Reason.CPU_LACKS_FLEX: lambda node: None,
+    Reason.SCALE_UNKNOWN: lambda node: node.update_kwarg("scale", node.args[0]),
 }
 
 

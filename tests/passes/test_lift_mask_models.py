@@ -1,15 +1,14 @@
-"""lift_mask on the masks of tiny Transformers models: fields as expected, values as the real mask's."""
+"""lift_mask on the masks of tiny Transformers models, checked element by element."""
 
 import pytest
 import torch
-from torch import nn
+from mask_meaning import is_exact, meaning, number, record
 
 from crisp_flex.passes.lift_mask import lift_mask
 from crisp_flex.passes.unrepeat_kv import unrepeat_kv
 
 transformers = pytest.importorskip("transformers")
 
-SDPA = nn.functional.scaled_dot_product_attention
 L = 40  # tokens of a prompt
 WINDOW = 16
 
@@ -17,7 +16,7 @@ SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -33,6 +32,7 @@ MODELS = {
     "gemma3": (
         "Gemma3TextConfig",
         {
+            "num_hidden_layers": 2,
             "head_dim": 8,
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "full_attention"],
@@ -45,71 +45,10 @@ WINDOWS = {"mistral": [WINDOW], "gemma3": [WINDOW, None]}  # per mask; [None] el
 
 def make(name):
     config_class, settings = MODELS[name]
-    config = getattr(transformers, config_class)(**SIZES, **settings)
+    config = getattr(transformers, config_class)(**(SIZES | settings))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return model.eval()
-
-
-class Recorder(torch.fx.Interpreter):
-    """Runs a graph and keeps what each node gave, as it was at that moment."""
-
-    def __init__(self, gm):
-        super().__init__(gm)
-        self.seen = {}
-
-    def run_node(self, n):
-        result = super().run_node(n)
-        self.seen[n] = result.clone() if isinstance(result, torch.Tensor) else result
-        return result
-
-
-def capture(model, dynamic=None, **call):
-    """The SDPA nodes of the one graph of a call, and what the nodes gave."""
-    found = []
-
-    def backend(gm, example_inputs):
-        def run(*args):
-            recorder = Recorder(gm)
-            out = recorder.run(*args)
-            found.append((gm.graph, recorder.seen))
-            return out
-
-        return run
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(model, backend=backend, dynamic=dynamic)(**call)
-    ((graph, seen),) = found
-    return graph.find_nodes(op="call_function", target=SDPA), seen
-
-
-def number(expr, spec, seen):
-    known = {symbol: int(seen[node]) for symbol, node in spec.symbols}
-    for node, value in seen.items():
-        example = node.meta.get("example_value")
-        if isinstance(example, torch.SymInt):
-            known.setdefault(example.node.expr, int(value))
-    return int(expr.xreplace(known))
-
-
-def meaning(spec, seen, shape):
-    """The mask that the fields describe, written without the lifter."""
-    B, _, Lq, Lkv = shape
-    q, k = torch.arange(Lq)[:, None], torch.arange(Lkv)[None, :]
-    offset = number(spec.q_offset, spec, seen)
-    mask = torch.ones(shape, dtype=torch.bool)
-    if spec.causal:
-        mask &= k <= q + offset
-    if spec.window is not None:
-        mask &= k > q + offset - number(spec.window, spec, seen)
-    if spec.kv_limit is not None:
-        mask &= k < number(spec.kv_limit, spec, seen)
-    for load in spec.padding:
-        start = number(load.kv_offset, spec, seen)
-        valid = (seen[load.source] != 0)[:, start : start + Lkv]
-        mask &= nn.functional.pad(valid, (0, Lkv - valid.shape[1]))[:, None, None, :]
-    return mask
 
 
 def readings(sites, seen):
@@ -117,7 +56,7 @@ def readings(sites, seen):
     specs = []
     for mask in dict.fromkeys(site.kwargs["attn_mask"] for site in sites):
         spec = lift_mask(mask)
-        assert not (spec.other or spec.chunk or spec.documents or spec.by_position)
+        assert is_exact(spec)
         assert torch.equal(meaning(spec, seen, seen[mask].shape), seen[mask])
         specs.append(spec)
     return specs
@@ -163,8 +102,8 @@ def check_repeats(sites):
     ("model", "dynamic"), [*((name, None) for name in MODELS), ("llama", True)]
 )
 def test_prompts(model, dynamic, call):
-    sites, seen = capture(make(model), dynamic, **CALLS[call]())
-    assert len(sites) == SIZES["num_hidden_layers"]
+    _, sites, seen = record(make(model), dynamic=dynamic, **CALLS[call]())
+    assert len(sites) == len(WINDOWS.get(model, [None]))
     specs = readings(sites, seen)
     assert [spec.window for spec in specs] == WINDOWS.get(model, [None])
     for spec in specs:
@@ -181,8 +120,8 @@ def test_prompts(model, dynamic, call):
 def test_a_static_cache_has_a_limit(dynamic):
     model = make("llama")
     cache = transformers.StaticCache(config=model.config, max_cache_len=L + 24)
-    sites, seen = capture(
-        model, dynamic, input_ids=ids(), attention_mask=ones(), past_key_values=cache
+    _, sites, seen = record(
+        model, dynamic=dynamic, input_ids=ids(), attention_mask=ones(), past_key_values=cache
     )
     (spec,) = readings(sites, seen)
     assert spec.causal
@@ -199,9 +138,9 @@ def test_a_chunk_after_past_tokens(model, dynamic):
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=ids(), past_key_values=cache)
-    sites, seen = capture(
+    _, sites, seen = record(
         model,
-        dynamic,
+        dynamic=dynamic,
         input_ids=ids(length=24),
         attention_mask=ones(L + 24),
         past_key_values=cache,
@@ -218,7 +157,7 @@ def test_the_counter_of_a_static_cache_is_volatile():
     cache = transformers.StaticCache(config=model.config, max_cache_len=L + 24)
     with torch.no_grad():
         model(input_ids=ids(), past_key_values=cache)
-    sites, seen = capture(
+    _, sites, seen = record(
         model, input_ids=ids(length=24), attention_mask=ones(L + 24), past_key_values=cache
     )
     (spec,) = readings(sites, seen)
@@ -229,13 +168,13 @@ def test_the_counter_of_a_static_cache_is_volatile():
 
 def test_a_user_mask_is_other():
     mask = torch.ones(L, L, dtype=torch.bool).tril()[None, None]
-    sites, _ = capture(make("llama"), input_ids=ids(), attention_mask=mask, use_cache=False)
+    _, sites, _ = record(make("llama"), input_ids=ids(), attention_mask=mask, use_cache=False)
     assert lift_mask(sites[0].kwargs["attn_mask"]).other
 
 
 def test_packed_positions_are_documents():
     position = torch.cat([torch.arange(15), torch.arange(L - 15)])[None]
-    sites, _ = capture(make("llama"), input_ids=ids(), position_ids=position, use_cache=False)
+    _, sites, _ = record(make("llama"), input_ids=ids(), position_ids=position, use_cache=False)
     spec = lift_mask(sites[0].kwargs["attn_mask"])
     assert spec.documents
     assert not spec.is_plain_causal

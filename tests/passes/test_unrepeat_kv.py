@@ -1,4 +1,4 @@
-"""unrepeat_kv: the forms of repeat_kv with query heads grouped by KV head, and what only looks alike."""
+"""unrepeat_kv: forms of repeat_kv with query heads grouped by KV head, and what looks alike."""
 
 import pytest
 import torch

@@ -7,11 +7,10 @@ import torch
 from crisp_flex.routing.params import RouteParams
 
 
-def structured(B=1, Hq=4, Hkv=2, Lq=640, Lkv=None, D=32, *, seed=0, strength=1.0, dtype=torch.float32):
-    """query [B, Hq, Lq, D] and key [B, Hkv, Lkv, D]; every head has its own mix of patterns.
-
-    The tokens do not depend on how many come before them: they are drawn from the last one on.
-    """
+def structured(
+    B=1, Hq=4, Hkv=2, Lq=640, Lkv=None, D=32, *, seed=0, strength=2.0, dtype=torch.float32
+):
+    """query [B, Hq, Lq, D] and key [B, Hkv, Lkv, D]; every head has its own mix of patterns."""
     Lkv = Lkv or Lq
     gen = torch.Generator().manual_seed(seed)
     G = Hq // Hkv
@@ -21,7 +20,8 @@ def structured(B=1, Hq=4, Hkv=2, Lq=640, Lkv=None, D=32, *, seed=0, strength=1.0
     topics = topics.repeat_interleave(32, 2)[:, :, -Lkv:]
     k += 0.7 * strength * topics
     heads = torch.rand(B, Hq, 3, generator=gen)
-    q += heads[..., 0, None, None] * strength * topics.repeat_interleave(G, 1).roll(96, 2)[:, :, -Lq:]
+    asked = topics.repeat_interleave(G, 1).roll(96, 2)[:, :, -Lq:]
+    q += heads[..., 0, None, None] * strength * asked
     position = torch.arange(Lkv) - Lkv
     wave = torch.stack([torch.cos(position / 20), torch.sin(position / 20)], -1)
     k[..., :2] = 2 * wave
@@ -31,6 +31,38 @@ def structured(B=1, Hq=4, Hkv=2, Lq=640, Lkv=None, D=32, *, seed=0, strength=1.0
     k[:, :, Lkv // 3 :: 251, 2] += 5 * strength
     q[..., 2] += heads[..., 2, None] * 3 * strength
     return q.to(dtype), k.to(dtype)
+
+
+# name: (Lq, Lkv, B, Hq, Hkv, D, block, key mask). Odd on purpose.
+SHAPES = {
+    "one token": (1, 1, 1, 2, 2, 16, (128, 128), "none"),
+    "one short block": (100, 100, 1, 3, 1, 64, (128, 128), "none"),
+    "one block": (128, 128, 1, 2, 2, 32, (128, 128), "none"),
+    "one more than a block": (129, 129, 2, 3, 1, 24, (128, 128), "none"),
+    "ragged": (300, 300, 1, 3, 3, 32, (128, 128), "none"),
+    "aligned": (640, 640, 1, 4, 2, 32, (128, 128), "none"),
+    "long and ragged": (1000, 1000, 1, 3, 1, 32, (128, 128), "none"),
+    "small blocks": (640, 640, 1, 4, 2, 16, (64, 64), "none"),
+    "ragged small blocks": (1000, 1000, 1, 3, 3, 32, (64, 64), "none"),
+    "half key blocks": (1000, 1000, 1, 2, 1, 32, (128, 64), "none"),
+    "half query blocks": (640, 640, 1, 2, 1, 32, (64, 128), "none"),
+    "aligned chunk": (384, 896, 1, 3, 1, 32, (128, 128), "none"),
+    "ragged chunk": (300, 877, 1, 3, 1, 32, (128, 128), "none"),
+    "chunk one short of a block": (384, 767, 1, 2, 1, 32, (128, 128), "none"),
+    "short chunk of small blocks": (70, 500, 1, 2, 1, 32, (64, 64), "none"),
+    "left padding": (640, 640, 2, 2, 1, 32, (128, 128), "left"),
+    "left padding into a chunk": (600, 700, 2, 2, 1, 32, (64, 64), "left"),
+    "right padding": (640, 700, 2, 2, 1, 32, (128, 128), "right"),
+    "holes": (700, 700, 2, 2, 1, 32, (128, 64), "holes"),
+    "no valid key in one sequence": (300, 300, 2, 2, 1, 32, (64, 64), "all false in the first"),
+}
+
+
+def case(name, *, seed=0, dtype=torch.float32, **changes):
+    """query, key, key_valid, params of a shape by name, with changes to the parameters."""
+    Lq, Lkv, B, Hq, Hkv, D, block, mask = SHAPES[name]
+    query, key = structured(B, Hq, Hkv, Lq, Lkv, D, seed=seed, dtype=dtype)
+    return query, key, key_mask(mask, B, Lkv), params(D, block, **changes)
 
 
 def params(D=32, block=(128, 128), **changes):

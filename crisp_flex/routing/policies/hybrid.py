@@ -65,10 +65,10 @@ def select(query: Tensor, key: Tensor, geometry: Geometry, params: RouteParams) 
 
 def _row_floor(estimate: Tensor, g: Geometry) -> Tensor:
     """mu [B, Hq, Nq, 1]: mean pooled mass of a row without its first and its last visible block."""
-    B, Hq = estimate.shape[:2]
-    first = g.first_block[:, None, None, None].expand(B, Hq, g.Nq, 1)
-    last = g.last_block.clamp(min=0)[..., None].expand(B, Hq, g.Nq, 1)
-    rest = (1 - estimate.gather(-1, first) - estimate.gather(-1, last)).clamp(min=0)
+    blocks = torch.arange(g.Nkv, device=estimate.device)
+    ends = (blocks == g.first_block[:, None, None, None]) | (blocks == g.last_block[..., None])
+    # equals 1 - both masses; summed, so that for n = 3 the middle block is exactly its own mean
+    rest = estimate.masked_fill(ends, 0.0).sum(-1, keepdim=True)
     n = g.visible_blocks[..., None]
     return (rest / (n - 2).clamp(min=1)).maximum(1 / (1024 * n.clamp(min=1)))
 
