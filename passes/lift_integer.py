@@ -162,7 +162,7 @@ class IntegerLifter:
 
     def is_zero(self, node: fx.Node, coords: Coords) -> bool:
         """Whether the element is zero whatever its coordinates are."""
-        return self.integer(node, coords) == 0
+        return bool(self.integer(node, coords) == 0)
 
     def fill_value(self, node: fx.Node) -> int | None:
         """The number that node fills its result with, None if it is not such a node."""

@@ -114,7 +114,7 @@ def in_place_conflict(mask: fx.Node) -> str | None:
     for node, storage in writes_between(first, mask):
         if storage is None or (storage in storages and not _builds_up(node, storage, family)):
             return f"{node.name} writes to what mask {mask.name} is built from"
-    for node, storage in writes_between(mask, next(reversed(mask.graph.nodes))):
+    for node, storage in writes_between(mask, next(iter(reversed(mask.graph.nodes)))):
         if storage is None or storage == own:
             return f"{node.name} writes to mask {mask.name}"
     return None
@@ -140,6 +140,6 @@ def written_later(spec: MaskSpec, mask: fx.Node) -> MaskSpec:
     storages = {storage_of(node) for node in sources} - {None}
     if not storages:
         return spec
-    last = next(reversed(mask.graph.nodes))
+    last = next(iter(reversed(mask.graph.nodes)))
     written = {storage for _, storage in writes_between(mask, last)} & storages
     return replace(spec, volatile=tuple(n for n in sources if storage_of(n) in written))

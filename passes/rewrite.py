@@ -125,8 +125,8 @@ class Rewriter:
             if not statically_known_true(given.shape[0] == B):
                 size = B if isinstance(B, int) else _size(graph, site.query, 0)
                 valid = graph.call_function(torch.ops.aten.expand.default, (valid, [size, -1]))
-            if q.device.type == "cpu":
-                valid = graph.call_function(torch.ops.crisp_flex.realize.default, (valid,))
+            # a buffer of its own: the CPU and FLASH kernels do not take a pointwise value
+            valid = graph.call_function(torch.ops.crisp_flex.realize.default, (valid,))
         self.key_valid[at] = valid
         return valid
 

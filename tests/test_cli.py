@@ -39,14 +39,16 @@ def test_wrong_arguments_exit_with_2(arguments, capsys):
     ("arguments", "says"),
     [
         (["--length", "0"], "--length is 0"),
+        (["--device", "abacus"], "must be cpu, cuda or cuda:N"),
+        (["--device", "cuda:99"], "no such CUDA device"),
         (["--model", "no/such/file.gguf"], "There is no file"),
         pytest.param(
             ["--device", "cuda"],
-            "no CUDA device",
+            "no such CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
     ],
-    ids=["length", "model", "device"],
+    ids=["length", "unknown device", "device number", "model", "device"],
 )
 def test_errors_are_one_sentence_and_exit_with_2(arguments, says, capsys):
     pytest.importorskip("transformers")

@@ -35,9 +35,10 @@ def lists(q, k, key_valid=None, **settings):
 
 
 def peaky(B, Hq, Hkv, L, D, dtype=torch.bfloat16):
-    """Inputs whose heads look at few columns, so that the routing drops blocks."""
-    q, k, v = (torch.randn(B, H, L, D, device="cuda") for H in (Hq, Hkv, Hkv))
-    u = F.normalize(torch.randn(D, device="cuda"), dim=0) * (6 * D**0.5) ** 0.5
+    """Inputs whose heads look at three columns, so that the routing drops blocks."""
+    q, k = (0.3 * torch.randn(B, H, L, D, device="cuda") for H in (Hq, Hkv))
+    v = torch.randn(B, Hkv, L, D, device="cuda")
+    u = F.normalize(torch.randn(D, device="cuda"), dim=0) * (12 * D**0.5) ** 0.5
     q += u
     k[:, :, torch.tensor([0, L // 3, L // 2], device="cuda")] += u
     return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -98,10 +98,15 @@ def run(options: DemoOptions) -> DemoResult:
 
 def _device_and_dtype(options: DemoOptions) -> tuple[str, torch.dtype]:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise DemoError("--device is cuda, but torch sees no CUDA device here: use --device cpu.")
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
+        raise DemoError(f"--device is {device}; it must be cpu, cuda or cuda:N.")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise DemoError(
+            f"--device is {device}, and torch sees no such CUDA device: use --device cpu."
+        )
     # bf16 takes five times as long as fp32 on CPUs without bf16 units (design/huggingface.md, 3)
-    default = "bfloat16" if device.startswith("cuda") else "float32"
+    default = "bfloat16" if kind == "cuda" else "float32"
     return device, DTYPES[options.dtype or default]
 
 

@@ -12,7 +12,6 @@ This patches torch for the whole process: run it as a process of its own.
 
 import json
 import sys
-import types
 from collections import namedtuple
 from pathlib import Path
 
@@ -64,47 +63,24 @@ class FakeDriver:
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
-    def get_current_device(self):
-        return 0
-
-    def get_active_torch_device(self):
-        return CUDA
-
-    def get_device_interface(self):
-        return torch.cuda
-
-    @staticmethod
-    def is_active():
-        return True
-
 
 def pretend_h200():
     """Make torch and triton answer as on a machine with one H200; nothing can be run on it."""
     answers = {
         "is_available": True,
-        "is_initialized": True,
         "device_count": 1,
         "current_device": 0,
-        "get_device_name": H200["name"],
         "get_device_properties": PROPERTIES,
-        "get_device_capability": (9, 0),
-        "synchronize": None,
-        "set_device": None,
-        "_lazy_init": None,
         "_exchange_device": 0,
         "_maybe_exchange_device": 0,
-        "current_stream": types.SimpleNamespace(cuda_stream=0),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, _always(answer))
     for name in ("is_available", "device_count", "current_device", "get_device_properties"):
         setattr(CudaInterface, name, staticmethod(_always(answers[name])))
-    CudaInterface.get_compute_capability = staticmethod(_always(90))
-    CudaInterface.Worker.get_device_properties = staticmethod(_always(PROPERTIES))
     # Dynamo and AOTAutograd keep the state of the generators over a trace
     torch.cuda.get_rng_state = _always(torch.zeros(16, dtype=torch.uint8))
     torch.cuda.set_rng_state = _always(None)
-    torch.version.cuda = "13.0"
     triton.runtime.driver.set_active(FakeDriver())
 
 
@@ -117,14 +93,11 @@ def stop_before_loading():
 
     GraphLowering.compile_to_module = stop
     # the pattern matchers trace their patterns on CUDA tensors when they are first used
-    inductor_config.pattern_matcher = False
     joint_graph.lazy_init = post_grad.lazy_init = _always(None)
-    # evaluates constants on their device
-    joint_graph.constant_fold_uniform_value = _always(None)
     # as_strided of a fake CUDA tensor asks the real device
     flex_operator = sys.modules["torch._higher_order_ops.flex_attention"]
     flex_operator._permute_strides = _empty_like_query
-    inductor_config.force_disable_caches = True
+    # no worker processes: nothing is compiled
     inductor_config.compile_threads = 1
 
 

@@ -124,13 +124,14 @@ def guarded(B, H, L, D, *, transposed):
 
 
 def make_inputs(case):
-    """The inputs of a case by name; each query head has one key that it looks for, its own."""
+    """The inputs of a case by name; each query head looks for 32 keys of its own."""
     B, Hq, Hkv, L, D = (case[n] for n in ("B", "Hq", "Hkv", "L", "D"))
     transposed = case["transposed"]
     q, k, v = (guarded(B, H, L, D, transposed=transposed) for H in (Hq, Hkv, Hkv))
     for head in range(Hq):
         q[:, head, :, head] += 8.0
-        k[:, head * Hkv // Hq, head * L // (Hq + 1), head] += 1.5 * math.sqrt(D)
+        first = head * L // (Hq + 1)
+        k[:, head * Hkv // Hq, first : first + 32, head] += 0.75 * math.sqrt(D)
     inputs = {"q": q, "k": k, "v": v, "L": L}
     if case["padding"]:
         starts = torch.tensor(case["padding"])[:, None]
@@ -163,7 +164,7 @@ CHANGES = {
 
 
 def without_bounds_checks(program):
-    """A copy of a program for ragged lengths whose kernel believes that the blocks come out even."""
+    """A copy of a program for ragged lengths whose kernel takes the blocks to come out even."""
     text = program.read_text()
     ragged = "IS_DIVISIBLE : tl.constexpr = False"
     if ragged not in text:

@@ -1,7 +1,7 @@
 """Brute-force meaning of every policy in float64 with loops; shares no code with the package.
 
-Where the margin of a head is below about 1e-5, float32 may decide otherwise, and a test has to leave
-that head out.
+Where the margin of a head is below about 1e-5, float32 may decide otherwise, and a test has to
+leave that head out.
 """
 
 import math

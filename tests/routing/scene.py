@@ -1,7 +1,7 @@
-"""One head seen elementwise in float64: mask, softmax, lines, pooled map, guards; the oracle's parts.
+"""One head seen elementwise in float64, the oracle's parts: mask, softmax, lines, pooled map.
 
-Shares no code with the package. `margin` is the least distance of any value to the threshold that it
-was compared with.
+Shares no code with the package. `margin` is the least distance of any value to the threshold that
+it was compared with.
 """
 
 import functools
