@@ -1,11 +1,12 @@
 """One attention layer: selection and sparse kernel against every dense path, on the same inputs.
 
-    python benchmarks/bench_attention.py [--heads llama-3.1-8b ...] [--lengths 8k 32k ...] [--out FILE]
+    python benchmarks/bench_attention.py [--heads NAME ...] [--lengths 8k 32k ...] [--out FILE]
 
-A row is printed only after the timed sparse result matched an fp32 reference on sampled query blocks of
-that very input. Columns: density (kept / causal blocks), coverage (exact attention mass kept on the
-audited rows), route and sparse in ms, the dense baselines in ms, ratio = fastest dense SDPA / (route + sparse).
-Inputs: `structured` q, k with a sink, a few vertical columns, and a background (random heads differ).
+A row is printed only after the timed sparse result matched an fp32 reference on sampled query
+blocks of that very input. Columns: density (kept / causal blocks), coverage (exact attention mass
+kept on the audited rows), route and sparse in ms, the dense baselines in ms, ratio = fastest dense
+SDPA / (route + sparse). Inputs: `structured` q, k with a sink, a few vertical columns, and a
+background (heads differ).
 """
 
 import argparse
@@ -48,7 +49,10 @@ def sampled_error(out, q, k, v, block_mask, rows):
     for row in rows:
         queries = position[row * 128 : (row + 1) * 128]
         for head in range(q.shape[1]):
-            counts = block_mask.kv_num_blocks[0, head, row], block_mask.full_kv_num_blocks[0, head, row]
+            counts = (
+                block_mask.kv_num_blocks[0, head, row],
+                block_mask.full_kv_num_blocks[0, head, row],
+            )
             blocks = torch.cat([
                 block_mask.kv_indices[0, head, row, : counts[0]],
                 block_mask.full_kv_indices[0, head, row, : counts[1]],
@@ -109,8 +113,9 @@ def bench(name, length, policy, backend, repeats):
     stats = dict(zip(STAT_NAMES, route_op(q, k, None, params)[3][0].T.tolist(), strict=True))
     density = sum(stats["kept_blocks"]) / sum(stats["visible_blocks"])
     kernel = flex_hop.choose_kernel(
-        q.device, q.dtype, D=heads.D, Dv=heads.D, block_size=(128, 128), backend=backend
-    )
+        q.device, q.dtype, D=heads.D, Dv=heads.D, block_size=(128, 128), backend=backend,
+        captures=False,
+    )  # fmt: skip
     options = flex_hop.kernel_options(
         kernel, device=q.device, dtype=q.dtype, D=heads.D, divisible=True, user={}
     )
@@ -134,13 +139,17 @@ def bench(name, length, policy, backend, repeats):
         "density": round(density, 4),
         "coverage": round(sum(stats["coverage"]) / len(stats["coverage"]), 4),
         "error": f"{error:.1e}", "route_ms": round(route_ms, 3), "sparse_ms": round(sparse_ms, 3),
-        "sparse_tflops": round(flop / sparse_ms / 1e9, 1), **{f"{k}_ms": t for k, t in dense.items()},
-        "ratio_total": round(best / (route_ms + sparse_ms), 2), "ratio_kernel": round(best / sparse_ms, 2),
+        "sparse_tflops": round(flop / sparse_ms / 1e9, 1),
+        **{f"{path}_ms": t for path, t in dense.items()},
+        "ratio_total": round(best / (route_ms + sparse_ms), 2),
+        "ratio_kernel": round(best / sparse_ms, 2),
     }  # fmt: skip
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--heads", nargs="+", default=["llama-3.1-8b"], choices=HEADS)
     parser.add_argument("--lengths", nargs="+", default=["8k", "32k"], choices=LENGTHS)
     parser.add_argument("--policy", default="hybrid")

@@ -1,4 +1,4 @@
-"""Compile time of a 32-layer Llama-shaped random model: first call with a cold and with a warm cache.
+"""Compile time of a 32-layer Llama-shaped random model: first call with a cold and a warm cache.
 
     python benchmarks/bench_compile.py [--length 8192] [--backend auto] [--out FILE]
 
@@ -17,11 +17,15 @@ from timing import where, write_rows
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=COMPILE_MODEL["num_hidden_layers"])
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--plain", action="store_true", help="torch.compile with Inductor, for comparison")
+    parser.add_argument(
+        "--plain", action="store_true", help="torch.compile with Inductor, for comparison"
+    )
     parser.add_argument("--out", default=None)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -61,9 +65,7 @@ def first_call(args):
     if args.plain:
         model.compile()
     else:
-        crisp_flex.compile(
-            model, crisp_flex.CrispConfig(min_seqlen=1024, backend=args.backend)
-        )
+        crisp_flex.compile(model, crisp_flex.CrispConfig(min_seqlen=1024, backend=args.backend))
     with torch.no_grad():
         start = time.perf_counter()
         model(ids, logits_to_keep=1)

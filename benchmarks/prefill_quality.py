@@ -27,10 +27,14 @@ DEPTHS = (0.1, 0.5, 0.9)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", help="folder, .gguf file or id; default SmolLM2-135M-Instruct")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default=None, help="default: bfloat16 on CUDA, float32 on the CPU")
+    parser.add_argument(
+        "--dtype", default=None, help="default: bfloat16 on CUDA, float32 on the CPU"
+    )
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--preset", default="balanced")
     parser.add_argument("--policy", default="hybrid")
@@ -53,9 +57,7 @@ def main():
             write_rows(rows[-1:], args.out)
 
     texts = {kind: text_ids(tokenizer, kind, args.length) for kind in ("code", "prose")}
-    prompts = {
-        depth: passkey_prompt(tokenizer, args.length, depth=depth) for depth in DEPTHS
-    }
+    prompts = {depth: passkey_prompt(tokenizer, args.length, depth=depth) for depth in DEPTHS}
     short = texts["code"][:1024]
     dense = {kind: prompt_step(model, ids, POSITIONS)[0] for kind, ids in texts.items()}
     dense_short = prompt_step(model, short, POSITIONS)[0]

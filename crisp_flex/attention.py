@@ -1,4 +1,4 @@
-"""The routing as plain functions, for people who call FlexAttention themselves instead of compiling a model."""
+"""The routing as plain functions, for people who call FlexAttention themselves."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def route(
         key_valid: [B, Lkv] bool, False where a key is padding.
 
     Returns:
-        BlockMask of shape (B, Hq, Lq, Lkv) whose mask_mod is the exact causal (and padding) mask; its
-        lists ascend within a row and hold the diagonal block of every row that sees anything.
+        BlockMask of shape (B, Hq, Lq, Lkv) whose mask_mod is the exact causal (and padding) mask;
+        its lists ascend within a row and hold the diagonal block of every row that sees anything.
 
     Raises:
         InputError: Shapes, dtypes or devices do not fit together.
@@ -54,7 +54,12 @@ def route(
     Lq, Lkv = query.shape[2], key.shape[2]
     Nkv = -(-Lkv // params.block_kv)
     P = partial_slots(params.block_q, params.block_kv, Lq, Lkv, key_valid is not None)
-    offset = torch.full((1,), Lkv - Lq, dtype=torch.int32, device=key.device)
+    mask_mod: Any = flex_hop.causal_mod
+    if key_valid is not None or Lq != Lkv:
+        # a tensor, since a number would be a recompile per length; per batch, since FLASH cannot
+        # index by a constant
+        offset = torch.full((query.shape[0],), Lkv - Lq, dtype=torch.int32, device=key.device)
+        mask_mod = _causal(offset) if key_valid is None else _padded(offset, key_valid)
     return BlockMask(
         seq_lengths=(Lq, Lkv),
         kv_num_blocks=counts,
@@ -66,7 +71,7 @@ def route(
         full_q_num_blocks=None,
         full_q_indices=None,
         BLOCK_SIZE=(params.block_q, params.block_kv),
-        mask_mod=_padded(offset, key_valid) if key_valid is not None else _causal(offset),
+        mask_mod=mask_mod,
     )
 
 
@@ -108,6 +113,7 @@ def sparse_attention(
             Dv=value.shape[3],
             block_size=config.block_size,
             backend=config.backend,
+            captures=False,
         )
         options = flex_hop.kernel_options(
             kernel,
@@ -136,28 +142,29 @@ def _flex(
     scale: float | None,
     options: dict[str, Any],
 ) -> Tensor:
-    out = flex_attention(
+    attend: Any = flex_attention  # its overloads take literal options only
+    out: Tensor = attend(
         query,
         key,
         value,
         block_mask=block_mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options=options,  # type: ignore[arg-type]
+        kernel_options=options,
     )
-    return out  # type: ignore[return-value]
+    return out
 
 
 def _causal(offset: Tensor) -> Any:  # noqa: ANN401
     def causal(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        return q_idx + offset[b * 0] >= kv_idx
+        return q_idx + offset[b] >= kv_idx
 
     return causal
 
 
 def _padded(offset: Tensor, key_valid: Tensor) -> Any:  # noqa: ANN401
     def causal_padded(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        return (q_idx + offset[b * 0] >= kv_idx) & key_valid[b, kv_idx.to(torch.int64)]
+        return (q_idx + offset[b] >= kv_idx) & key_valid[b, kv_idx.to(torch.int64)]
 
     return causal_padded
 

@@ -1,4 +1,4 @@
-"""The torch.compile backend: run the passes on the Dynamo graph, then Inductor; and its two front doors."""
+"""The torch.compile backend (the passes, then Inductor), and the ways into it."""
 
 from __future__ import annotations
 
@@ -94,8 +94,10 @@ def crisp_flex(
     )
 
 
-def compile(  # noqa: A001
-    model: Model, config: CrispConfig | None = None, **torch_compile_kwargs: Any  # noqa: ANN401
+def compile(
+    model: Model,
+    config: CrispConfig | None = None,
+    **torch_compile_kwargs: Any,  # noqa: ANN401
 ) -> Model:
     """Make the long prompts of model run sparsely; decode steps and short prompts stay dense.
 
@@ -106,8 +108,8 @@ def compile(  # noqa: A001
     Args:
         model: A torch.nn.Module in eval mode, or a function of tensors.
         config: What to route and when; None takes the defaults (preset "balanced").
-        **torch_compile_kwargs: `dynamic`, `fullgraph`, `mode`, `options` (Inductor's) as torch.compile
-            takes them.
+        **torch_compile_kwargs: `dynamic`, `fullgraph`, `mode`, `options` (Inductor's) as
+            torch.compile takes them.
 
     Raises:
         ConfigError: `backend` is given, or `options` has an entry that is not Inductor's.
@@ -127,9 +129,9 @@ def compile(  # noqa: A001
         model.compile(backend=backend, **torch_compile_kwargs)
         _backends[model] = backend
         return model
-    compiled: Model = torch.compile(model, backend=backend, **torch_compile_kwargs)
+    compiled = torch.compile(model, backend=backend, **torch_compile_kwargs)
     _backends[compiled] = backend
-    return compiled
+    return compiled  # type: ignore[return-value]  # torch.compile keeps the signature
 
 
 def reports(model: Callable[..., Any]) -> list[RewriteReport]:
@@ -150,7 +152,7 @@ def explain(
     config: CrispConfig | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> Explanation:
-    """Trace model(*args, **kwargs) and say, for every attention call, what crisp_flex would do and why.
+    """Trace model(*args, **kwargs) and say, for every attention call, what is done and why.
 
     The model runs once as it is, uncompiled; nothing of it is changed. Whether gradients are on is
     taken from the caller: under `torch.no_grad()` the answer is about inference.

@@ -90,7 +90,9 @@ class CrispConfig:
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"enabled must be True or False, got {self.enabled!r}")
         sizes = tuple(self.block_size) if isinstance(self.block_size, (tuple, list)) else ()
-        if len(sizes) != 2 or not all(_is_int(b) and 16 <= b <= 512 and b & (b - 1) == 0 for b in sizes):
+        if len(sizes) != 2 or not all(
+            _is_int(b) and 16 <= b <= 512 and b & (b - 1) == 0 for b in sizes
+        ):
             raise ConfigError(
                 "block_size must be two powers of two in [16, 512], (query, key), "
                 f"got {self.block_size!r}"

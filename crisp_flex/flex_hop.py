@@ -1,6 +1,6 @@
 """The flex_attention operator as a graph node: the only file that touches private torch names.
 
-Checked on torch 2.11.0 (H200), 2.12, 2.13.0 and 2.14 where the notes below say so. The private names:
+Run on torch 2.11.0 (H200) and 2.13.0 (CPU). The private names:
 `torch.ops.higher_order.flex_attention` and `.invoke_subgraph`, the field order of
 `BlockMask.as_tuple()` (13 fields in 2.11 and 2.12, 17 in 2.13), `torch._inductor.compile_fx`,
 `torch._inductor.kernel.flex.flex_cpu.check_cpu_supported`, `torch._guards.CompileContext`,
@@ -33,11 +33,16 @@ def choose_kernel(
     Dv: int,
     block_size: tuple[int, int],
     backend: str,
+    captures: bool,
 ) -> str:
     """The FlexAttention kernel for one site: "FLASH", "TRITON" or "CPU".
 
-    FLASH (flash-attn-4) takes fp16 and bf16 on Hopper and Blackwell; on Hopper a key block must equal
-    the kernel's tile, which is 128 for D <= 128 (design/architecture.md, FLASH).
+    captures: mask_mod reads a tensor that the graph computes. Torch 2.11's FLASH lowering does not
+    count it as an input of the kernel, and the generated code frees it too early (H200, 2026-11-30:
+    `UnboundLocalError: buf2`), so such a site takes TRITON.
+
+    FLASH (flash-attn-4) takes fp16 and bf16 on Hopper and Blackwell; on Hopper a key block must
+    equal the kernel's tile, which is 128 for D <= 128.
     """
     if device.type == "cpu":
         return "CPU"
@@ -49,8 +54,9 @@ def choose_kernel(
             'install it, or use backend="auto"'
         )
     fits = (
-        dtype in (torch.float16, torch.bfloat16)
-        and D == Dv
+        not captures
+        and dtype in (torch.float16, torch.bfloat16)
+        and Dv == D
         and D <= FLASH_MAX_HEAD_DIM
         and D % 8 == 0
         and block_size == (128, 128)
@@ -120,8 +126,8 @@ def kernel_options(
 
 
 def _tuned_triton(device: torch.device, dtype: torch.dtype, D: int) -> dict[str, Any]:
-    # NVIDIA H200, torch 2.11, 2026-11: 453 to 460 TFLOP/s where the default gives 414 (D 128, bf16, 10 %
-    # density at 128k); the best of six tried, see design/architecture.md.
+    # NVIDIA H200, torch 2.11, 2026-11: 453 to 460 TFLOP/s where the default gives 414 (D 128, bf16,
+    # 10 % density at 128k); the best of six tried.
     hopper = torch.cuda.get_device_capability(device) == (9, 0)
     if hopper and D == 128 and dtype in (torch.float16, torch.bfloat16):
         return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2, "USE_TMA": True}
@@ -131,7 +137,7 @@ def _tuned_triton(device: torch.device, dtype: torch.dtype, D: int) -> dict[str,
 @functools.cache
 def _block_mask_fields() -> tuple[str | None, ...]:
     """The order of the operator's block-mask tuple, read off BlockMask with sentinels."""
-    tensors = {
+    tensors: dict[str, Any] = {
         name: torch.empty((1, 1, 1, 1), device="meta")
         for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     }
@@ -163,8 +169,8 @@ def _never(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001
     return q_idx < 0
 
 
-# Traced mask_mod and score_mod carry no annotations: fx copies them to the placeholders, and AOTAutograd's
-# cache then fails to pickle its key.
+# Traced mask_mod and score_mod carry no annotations: fx copies them to the placeholders, and
+# AOTAutograd's cache then fails to pickle its key.
 def _keep_score(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     return score
 
@@ -217,7 +223,8 @@ def flex_call(
             index lists (torch 2.11 addresses the full list with the partial list's strides).
         lengths: (Lq, Lkv), a node where symbolic.
         block_size: (query, key) tokens.
-        mask_mod: One of the functions above, or any fx-traceable function of (b, h, q, kv, *captured).
+        mask_mod: One of the functions above, or any function of (b, h, q, kv, *captured) that fx
+            can trace.
         captured: Tensors that mask_mod reads.
         scale: Factor on the logits.
         options: From `kernel_options`.
@@ -249,16 +256,14 @@ def _traced(gm: fx.GraphModule, name: str, fn: Callable[..., Any]) -> str:
 
 
 def region_call(graph: fx.Graph, region: str, operands: Sequence[fx.Node]) -> fx.Node:
-    """Insert a call of the submodule `region`, which Inductor compiles once however often it is called."""
+    """Insert a call of the submodule `region`, which Inductor compiles once for all its calls."""
     body = graph.get_attr(region)
-    call = graph.call_function(
-        torch.ops.higher_order.invoke_subgraph, (body, region, *operands)
-    )
+    call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, region, *operands))
     return graph.call_function(operator.getitem, (call, 0))
 
 
 def sizes_fit_region(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether every size is a number or one symbol: a region cannot take `s0 - 1` or `s1 * 3` as a size."""
+    """Whether every size is a number or one symbol: a region cannot take a size `s0 - 1`."""
     sizes = (size for tensor in tensors for size in tensor.shape)
     return all(isinstance(size, int) or size.node.expr.is_Symbol for size in sizes)
 
@@ -276,7 +281,8 @@ def compile_with_inductor(
     """Hand a Dynamo graph to Inductor under config patches."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(example_inputs), config_patches=dict(patches))  # type: ignore[no-any-return]
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=dict(patches))
+    return compiled  # type: ignore[no-any-return]
 
 
 def current_compile_id() -> str:

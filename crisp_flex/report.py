@@ -15,7 +15,9 @@ class Reason(Enum):
     NO_SHAPES = "the graph does not say the shapes of query, key and value"
     UNBACKED_SHAPE = "a length is only known when the graph runs (an unbacked size)"
     HAS_DROPOUT = "dropout is on"
-    NEEDS_GRAD = "gradients are needed; the sparse path is for inference (call under torch.no_grad())"
+    NEEDS_GRAD = (
+        "gradients are needed; the sparse path is for inference (call under torch.no_grad())"
+    )
     UNSUPPORTED_DEVICE = "the tensors are neither on CUDA nor on the CPU"
     CPU_LACKS_FLEX = "Inductor's FlexAttention kernel does not run on this CPU (AVX2, Linux)"
     UNSUPPORTED_DTYPE = "the dtype is not float32, float16 or bfloat16"

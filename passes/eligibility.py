@@ -1,4 +1,4 @@
-"""Pass 2: decide, for each site, whether it may be rewritten. Every "no" has a reason; reads only."""
+"""Pass 2: decide whether a site may be rewritten. Every "no" has a reason; reads only."""
 
 from __future__ import annotations
 
@@ -98,7 +98,6 @@ def _tensors(
 def _heads(
     site: SdpaSite, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Iterator[Rejection]:
-    # dynamic=True makes the heads of plain inputs symbolic; int() guards, as flex_attention itself does
     Hq, Hkv, Hv = (int(t.shape[1]) for t in (q, k, v))
     given_key = example_value(site.key)
     as_called = given_key is not None and int(given_key.shape[1]) == Hq  # repeated in the graph

@@ -1,4 +1,4 @@
-"""Pass 1: find every scaled-dot-product attention call and bind its arguments by name; reads only."""
+"""Pass 1: find every SDPA call and bind its arguments by name; reads only."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _bind(node: fx.Node) -> dict[str, Any]:
     return bound.arguments
 
 
-def _sdpa(  # noqa: PLR0913
+def _sdpa(
     query: fx.Node,
     key: fx.Node,
     value: fx.Node,

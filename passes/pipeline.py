@@ -1,4 +1,4 @@
-"""Runs match, lift_mask, unrepeat_kv, eligibility and rewrite over one graph, and reports each site."""
+"""Runs the passes over one graph, in order, and reports each site."""
 
 from __future__ import annotations
 

@@ -31,10 +31,11 @@ class Rewriter:
     After (CUDA):
         %key_valid = ne(%attention_mask, 0)                      only if the mask has a padding load
         %routed = crisp_flex.route(%q, %k, %key_valid, scale, 128, 128, "hybrid", ...)
-        %flex = flex_attention(%q, %k, %v, score_mod, (Lq, Lkv, %routed[0], ...), scale, options, (), ())
+        %flex = flex_attention(%q, %k, %v, score_mod, (Lq, Lkv, %routed[0], ...), scale, ...)
         %attn = %flex[0]
-    After (CPU): q, k and v go through `crisp_flex.realize` (Inductor's C++ template takes no views) and
-    the last two lines stand in a region that all alike sites call: compiled once, not once a layer.
+    After (CPU): q, k and v go through `crisp_flex.realize` (Inductor's C++ template takes no views)
+    and the last two lines stand in a region that all alike sites call: compiled once, not once a
+    layer.
     """
 
     gm: fx.GraphModule
@@ -64,6 +65,7 @@ class Rewriter:
             Dv=int(v.shape[3]),
             block_size=config.block_size,
             backend=config.backend,
+            captures=mask is not None and bool(mask.padding),
         )
         scale = self._scale(site, D)
         options = flex_hop.kernel_options(
@@ -107,7 +109,7 @@ class Rewriter:
         return flex_hop.specialise_float(example_value(site.scale))
 
     def _key_valid(self, site: SdpaSite, mask: MaskSpec) -> fx.Node:
-        """[B, Lkv] bool, read where the mask was built: a later change of its source is not seen."""
+        """[B, Lkv] bool, read where the mask was built: no later change of its source is seen."""
         at, graph = site.attn_mask, self.gm.graph
         if at is None:
             raise ValueError("a site with a lifted mask has an attn_mask")
@@ -165,13 +167,13 @@ def _attend(
 ) -> fx.Node:
     query, key, value, counts, buffer, full_counts, *captured = operands
     graph = gm.graph
-    P = partial_slots(*config.block_size, 0, 0, False)  # Lq == Lkv
+    partial = partial_slots(*config.block_size, 0, 0, False)  # Lq == Lkv
+    P: int | fx.Node = partial
+    end: int | fx.Node = -partial
     if captured:  # both lists are Nkv wide, so each takes half of the buffer
         width = _size(graph, buffer, 3)
         P = graph.call_function(operator.floordiv, (width, 2))
-        end: int | fx.Node = P
-    else:
-        end = -P
+        end = P
     kv_indices = graph.call_function(torch.ops.aten.slice.Tensor, (buffer, 3, 0, end))
     full_kv_indices = graph.call_function(torch.ops.aten.slice.Tensor, (buffer, 3, P, _END))
     if kernel == "CPU":

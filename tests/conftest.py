@@ -24,9 +24,7 @@ def fresh():
 def qkv():
     """qkv(B=1, Hq=4, Hkv=2, Lq=512, Lkv=None, D=64, Dv=None, dtype, device): random q, k, v."""
 
-    def make(
-        B=1, Hq=4, Hkv=2, Lq=512, Lkv=None, D=64, Dv=None, dtype=torch.float32, device="cpu"
-    ):
+    def make(B=1, Hq=4, Hkv=2, Lq=512, Lkv=None, D=64, Dv=None, dtype=torch.float32, device="cpu"):
         Lkv, Dv = Lkv or Lq, Dv or D
         q = torch.randn(B, Hq, Lq, D, dtype=dtype, device=device)
         k = torch.randn(B, Hkv, Lkv, D, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""An attention that knows nothing of our kernels: the block lists become an element mask, in fp32."""
+"""An attention that knows nothing of our kernels: block lists become an element mask."""
 
 import torch
 

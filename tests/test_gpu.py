@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from masked_attention import kept_blocks, masked_attention, relative_error
 from graphs import causal, causal_mask, padded_mask
+from masked_attention import kept_blocks, masked_attention, relative_error
 
 import crisp_flex
 from crisp_flex import CrispConfig, CrispFlexBackend, flex_hop
@@ -115,7 +115,7 @@ def test_the_profiler_sees_the_sparse_kernel_and_no_repeat():
             torch.cuda.synchronize()
     events = profile.key_averages(group_by_input_shape=True)
     assert any("flex_attention" in event.key for event in events)
-    repeated = [list(k.shape[:1]) + [32] + list(k.shape[2:])]
+    repeated = [[*list(k.shape[:1]), 32, *list(k.shape[2:])]]
     moved = ("aten::clone", "aten::copy_", "aten::repeat_interleave", "aten::_unsafe_view")
     assert not [
         event for event in events if event.key in moved and repeated[0] in event.input_shapes

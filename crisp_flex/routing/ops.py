@@ -1,9 +1,11 @@
-"""The operators `crisp_flex::route` and `crisp_flex::realize`: schema, fake and dispatch; torch only.
+"""The operators crisp_flex::route and crisp_flex::realize: schema, fake, dispatch; torch only.
 
-    route(query, key, key_valid?, <RouteParams>) -> (kv_num_blocks, kv_buffer, full_kv_num_blocks, stats)
+    route(query, key, key_valid?, <RouteParams>)
+        -> (kv_num_blocks, kv_buffer, full_kv_num_blocks, stats)
 
-kv_buffer holds both index lists of FlexAttention, so that they have equal strides (torch 2.11 needs it):
-the partial list is kv_buffer[..., :Nkv], the full list kv_buffer[..., P:], with P = `partial_slots`.
+kv_buffer holds both index lists of FlexAttention, so that they have equal strides (torch 2.11 needs
+it): the partial list is kv_buffer[..., :Nkv], the full list kv_buffer[..., P:], with
+P = `partial_slots`.
 The kernels and the eager reference are imported when a call is dispatched to them, not before.
 """
 
@@ -35,14 +37,13 @@ torch.library.define(
 )
 
 
-def route(
-    query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
-) -> RouteResult:
+def route(query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams) -> RouteResult:
     """Choose the KV blocks of every query block.
 
     Args:
         query: [B, Hq, Lq, D], fp32, fp16 or bf16, any strides.
-        key: [B, Hkv, Lkv, D], Hq a multiple of Hkv, Lkv >= Lq. Query i sees keys 0 .. i + Lkv - Lq.
+        key: [B, Hkv, Lkv, D], Hq a multiple of Hkv, Lkv >= Lq; query i sees keys
+            0 .. i + Lkv - Lq.
         key_valid: [B, Lkv] bool, False where a key is padding; None if every key is valid.
         params: Scale, block sizes and policy.
 
@@ -59,8 +60,8 @@ def route(
 def observe(callback: Observer) -> Iterator[None]:
     """While active, call callback(call_index, kv_num_blocks, kv_buffer, full_kv_num_blocks, stats).
 
-    It sees each run of the op in this process, in order, call_index from 0. The tensors are the op's
-    own outputs: read them, do not change them.
+    It sees each run of the op in this process, in order, call_index from 0. The tensors are the
+    op's own outputs: read them, do not change them.
     """
     entry = (callback, iter(range(1 << 62)))
     _observers.append(entry)

@@ -1,4 +1,4 @@
-"""RouteParams: everything that crisp_flex::route is told besides its tensors, as one frozen record."""
+"""RouteParams: what crisp_flex::route is told besides its tensors, as one frozen record."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ if torch.cuda.is_available():
     pytest.skip("the gpu tests run the kernel itself here", allow_module_level=True)
 
 HERE = Path(__file__).parent
-# fp32 sums of 300 products against float64; measured at most 1.2e-6
+# fp32 against float64; the largest error measured is 2.5e-6
 TOLERANCE = 1e-5
 
 # at these lengths every block lies in a window that hybrid keeps
@@ -148,7 +148,8 @@ def run_cases(names, out):
     cases, runs = out / "cases.json", out / "runs.json"
     cases.write_text(json.dumps([CASES[name] for name in names]))
     runs.write_text(json.dumps([(name, change) for name, change in RUNS if name in names]))
-    call_script("lower.py", cases, out, folder=out)
+    # lowered as on a machine with a GPU, also where the caller's environment sets it
+    call_script("lower.py", cases, out, folder=out, TRITON_INTERPRET="0")
     call_script("run.py", cases, runs, out, folder=out, TRITON_INTERPRET="1")
 
 

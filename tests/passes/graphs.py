@@ -1,4 +1,4 @@
-"""Attention calls to capture, and a capture that keeps the Dynamo graph; shared by the pass tests."""
+"""Attention calls to capture, and a capture that keeps the Dynamo graph."""
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ def causal(q, k, v):
 
 def causal_mask(q, k, v):
     """A mask as transformers builds it for a plain prompt: index comparison, heads repeated."""
-    B, Hq, L, _ = q.shape
+    B, _Hq, L, _ = q.shape
     mask = position_mask(B, L, k.shape[2], q.device)
     return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
 
@@ -44,7 +44,7 @@ def position_mask(B, Lq, Lkv, device, offset=0):
 
 
 def repeat_kv(q, k, v):
-    B, Hkv, L, D = k.shape
+    B, Hkv, L, _D = k.shape
     G = q.shape[1] // Hkv
     return tuple(
         x[:, :, None, :, :].expand(B, Hkv, G, L, x.shape[3]).reshape(B, Hkv * G, L, x.shape[3])

@@ -163,9 +163,7 @@ def test_refused_sites_stay_dense(reason, monkeypatch):
             gm = capture(fn, *inputs, dynamic=dynamic)
     else:
         gm, config = capture(causal, *qkv()), CONFIG
-        (node,) = gm.graph.find_nodes(
-            op="call_function", target=F.scaled_dot_product_attention
-        )
+        (node,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
         BY_HAND[reason](node)
         if reason is Reason.CPU_LACKS_FLEX:
             monkeypatch.setattr(flex_hop, "cpu_has_flex", lambda: False)

@@ -1,4 +1,4 @@
-"""What the rewritten graph looks like: no mask, no repeated heads, one region, no dead cache update lost."""
+"""What the rewritten graph looks like: no mask, no repeated heads, shared regions."""
 
 import operator
 

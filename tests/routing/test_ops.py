@@ -1,0 +1,46 @@
+"""The operators' contract: schema, fake strides and dynamic shapes, on odd shapes."""
+
+import pytest
+import torch
+
+from crisp_flex import CrispConfig
+from crisp_flex.routing import ops
+from crisp_flex.routing.params import STAT_NAMES, RouteParams
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["hybrid", "crisp", "streaming", "dense"])
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+def test_route_passes_opcheck(policy, dtype, padded):
+    q, k = torch.randn(2, 6, 300, 32, dtype=dtype), torch.randn(2, 2, 300, 32, dtype=dtype)
+    key_valid = torch.arange(300).expand(2, 300) >= 40 if padded else None
+    params = RouteParams.from_config(CrispConfig(policy=policy), D=32)
+    torch.library.opcheck(torch.ops.crisp_flex.route.default, (q, k, key_valid, *params.as_args()))
+
+
+def test_realize_passes_opcheck():
+    x = torch.randn(2, 300, 4, 32).transpose(1, 2)
+    torch.library.opcheck(torch.ops.crisp_flex.realize.default, (x,))
+
+
+@pytest.mark.parametrize("Lkv", [1, 129, 300])
+def test_the_buffer_has_room_for_both_lists(Lkv):
+    q, k = torch.randn(1, 2, Lkv, 16), torch.randn(1, 1, Lkv, 16)
+    params = RouteParams.from_config(CrispConfig(), D=16)
+    counts, buffer, full_counts, stats = ops.route(q, k, None, params)
+    Nkv = -(-Lkv // 128)
+    assert counts.dtype == buffer.dtype == full_counts.dtype == torch.int32
+    assert buffer.shape == (1, 2, Nkv, 1 + Nkv)
+    assert stats.shape == (1, 2, len(STAT_NAMES))
+    assert int(counts.max()) == 1  # the diagonal
+
+
+def test_observers_see_each_call_and_only_while_active():
+    q, k = torch.randn(1, 2, 200, 16), torch.randn(1, 1, 200, 16)
+    params = RouteParams.from_config(CrispConfig(), D=16)
+    seen = []
+    with ops.observe(lambda index, counts, *_: seen.append((index, tuple(counts.shape)))):
+        ops.route(q, k, None, params)
+        ops.route(q, k, None, params)
+    ops.route(q, k, None, params)
+    assert seen == [(0, (1, 2, 2)), (1, (1, 2, 2))]
