@@ -39,6 +39,7 @@ def main():
     parser.add_argument("--preset", default="balanced")
     parser.add_argument("--policy", default="hybrid")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--skip-dense-policy", action="store_true")
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
@@ -72,7 +73,9 @@ def main():
         return crisp_flex.compile(model, config)
 
     compiled = sparse(policy="dense")
-    for ids, want in ((short, dense_short), (texts["code"], dense["code"])):
+    for ids, want in (
+        () if args.skip_dense_policy else ((short, dense_short), (texts["code"], dense["code"]))
+    ):
         got = prompt_step(compiled, ids, POSITIONS)[0]
         emit(
             row="dense-policy", length=len(ids), kl=kl(want, got), top1=top1_agreement(want, got),
@@ -82,13 +85,13 @@ def main():
     for last_blocks in (1, 0):
         compiled = sparse(dense_last_blocks=last_blocks)
         for kind, ids in texts.items():
-            recorder = BlockRecorder()
+            recorder = BlockRecorder(-(-args.length // 128))
             with observe(recorder):
                 got = prompt_step(compiled, ids, POSITIONS)[0]
             emit(
                 row="kl", text=kind, length=len(ids), dense_last_blocks=last_blocks,
                 kl=kl(dense[kind], got), top1=top1_agreement(dense[kind], got),
-                density=recorder.density(),
+                density=recorder.density,
             )  # fmt: skip
         if last_blocks == 0:
             continue
