@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch._inductor
 from torch import fx
 
-from crisp_flex import flex_hop
+from crisp_flex import torch_internals
 from crisp_flex.config import CrispConfig, field_names
 from crisp_flex.errors import ConfigError
 from crisp_flex.passes.pipeline import run_passes
@@ -50,18 +49,30 @@ class CrispFlexBackend:
         self.reports: dict[str, RewriteReport] = {}
 
     def __call__(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: object
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        """Rewrite gm in place and compile it with Inductor (Dynamo calls this)."""
+        """Rewrite gm in place and compile it with Inductor (Dynamo calls this).
+
+        Args:
+            gm: Dynamo graph.
+            example_inputs: Its fake inputs.
+            mode: As `torch.compile(mode=...)` hands it on; on top of the backend's own.
+            options: As `torch.compile(options=...)` hands them on, Inductor's only.
+        """
+        patches = {**self.patches, **_inductor_patches(mode, options or {})}
         report = run_passes(gm, self.config)
         # keyed by compile id: Dynamo may restart its analysis and call again for the same frame
-        self.reports[flex_hop.current_compile_id()] = report
+        self.reports[torch_internals.current_compile_id()] = report
         log.debug("%s", report)
-        patches = dict(self.patches)
         if any(site.kernel == "CPU" for site in report.rewritten):
             # Inductor's C++ flex template raises where a pointwise epilogue is fused into it
             patches["epilogue_fusion"] = False
-        return flex_hop.compile_with_inductor(gm, example_inputs, patches)
+        return torch_internals.compile_with_inductor(gm, example_inputs, patches)
 
     @property
     def __name__(self) -> str:
@@ -170,7 +181,7 @@ def explain(
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         copied = fx.GraphModule(gm, _copy_with_meta(gm.graph))
-        seen[flex_hop.current_compile_id()] = run_passes(copied, settings)
+        seen[torch_internals.current_compile_id()] = run_passes(copied, settings)
         return gm.forward
 
     call = model.forward if isinstance(model, torch.nn.Module) else model
@@ -205,11 +216,11 @@ def _copy_with_meta(graph: fx.Graph) -> fx.Graph:
 def _inductor_patches(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     patches: dict[str, Any] = {}
     if mode is not None and mode != "default":
-        modes = torch._inductor.list_mode_options()
+        modes = torch_internals.inductor_modes()
         if mode not in modes:
             raise ConfigError(f"mode must be one of {', '.join(sorted(modes))}, got {mode!r}")
         patches.update(modes[mode])
-    known = torch._inductor.list_options()
+    known = torch_internals.inductor_settings()
     for key, value in options.items():
         name = key.replace("-", "_")
         if name not in known:

@@ -1,11 +1,4 @@
-"""The flex_attention operator as a graph node: the only file that touches private torch names.
-
-Run on torch 2.11.0 (H200) and 2.13.0 (CPU). The private names:
-`torch.ops.higher_order.flex_attention` and `.invoke_subgraph`, the field order of
-`BlockMask.as_tuple()` (13 fields in 2.11 and 2.12, 17 in 2.13), `torch._inductor.compile_fx`,
-`torch._inductor.kernel.flex.flex_cpu.check_cpu_supported`, `torch._guards.CompileContext`,
-`SymNode.guard_float` and `.expr`.
-"""
+"""The flex_attention operator as graph nodes: kernel choice, options, mask functions, the call."""
 
 from __future__ import annotations
 
@@ -18,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.nn.attention.flex_attention import BlockMask
 
+from crisp_flex import torch_internals
 from crisp_flex.errors import UnavailableError
 
 FLASH_MAX_HEAD_DIM = 128
@@ -81,13 +74,6 @@ def flash_available() -> bool:
     return True
 
 
-def cpu_has_flex() -> bool:
-    """Whether Inductor's C++ FlexAttention kernel runs on this CPU."""
-    from torch._inductor.kernel.flex import flex_cpu
-
-    return bool(flex_cpu.check_cpu_supported())
-
-
 def kernel_options(
     kernel: str,
     *,
@@ -132,41 +118,6 @@ def _tuned_triton(device: torch.device, dtype: torch.dtype, D: int) -> dict[str,
     if hopper and D == 128 and dtype in (torch.float16, torch.bfloat16):
         return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2, "USE_TMA": True}
     return {}
-
-
-@functools.cache
-def _block_mask_fields() -> tuple[str | None, ...]:
-    """The order of the operator's block-mask tuple, read off BlockMask with sentinels."""
-    tensors: dict[str, Any] = {
-        name: torch.empty((1, 1, 1, 1), device="meta")
-        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    }
-    numbers = {-11: "Lq", -12: "Lkv", -13: "block_q", -14: "block_kv"}
-    mask_mod = _never
-    template = BlockMask(
-        seq_lengths=(-11, -12),
-        **tensors,
-        q_num_blocks=None,
-        q_indices=None,
-        full_q_num_blocks=None,
-        full_q_indices=None,
-        BLOCK_SIZE=(-13, -14),
-        mask_mod=mask_mod,
-    )
-    by_id = {id(tensor): name for name, tensor in tensors.items()} | {id(mask_mod): "mask_mod"}
-    fields: list[str | None] = []
-    for entry in template.as_tuple():
-        if entry is None:
-            fields.append(None)
-        elif isinstance(entry, int):
-            fields.append(numbers[entry])
-        else:
-            fields.append(by_id[id(entry)])
-    return tuple(fields)
-
-
-def _never(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    return q_idx < 0
 
 
 # Traced mask_mod and score_mod carry no annotations: fx copies them to the placeholders, and
@@ -240,9 +191,11 @@ def flex_call(
         "block_q": block_size[0],
         "block_kv": block_size[1],
     }
-    block_mask = tuple(None if name is None else named[name] for name in _block_mask_fields())
+    block_mask = tuple(
+        None if name is None else named[name] for name in torch_internals.block_mask_fields()
+    )
     hop = graph.call_function(
-        torch.ops.higher_order.flex_attention,
+        torch_internals.FLEX_ATTENTION,
         (query, key, value, score, block_mask, scale, dict(options), (), tuple(captured)),
     )
     return graph.call_function(operator.getitem, (hop, 0))
@@ -258,35 +211,11 @@ def _traced(gm: fx.GraphModule, name: str, fn: Callable[..., Any]) -> str:
 def region_call(graph: fx.Graph, region: str, operands: Sequence[fx.Node]) -> fx.Node:
     """Insert a call of the submodule `region`, which Inductor compiles once for all its calls."""
     body = graph.get_attr(region)
-    call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, region, *operands))
+    call = graph.call_function(torch_internals.INVOKE_SUBGRAPH, (body, region, *operands))
     return graph.call_function(operator.getitem, (call, 0))
 
 
 def sizes_fit_region(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether every size is a number or one symbol: a region cannot take a size `s0 - 1`."""
-    sizes = (size for tensor in tensors for size in tensor.shape)
-    return all(isinstance(size, int) or size.node.expr.is_Symbol for size in sizes)
-
-
-def specialise_float(value: float | torch.SymFloat) -> float:
-    """The number behind a SymFloat, with a guard that the graph holds for this number only."""
-    if isinstance(value, torch.SymFloat):
-        return float(value.node.guard_float(__file__, 0))
-    return float(value)
-
-
-def compile_with_inductor(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """Hand a Dynamo graph to Inductor under config patches."""
-    from torch._inductor.compile_fx import compile_fx
-
-    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=dict(patches))
-    return compiled  # type: ignore[no-any-return]
-
-
-def current_compile_id() -> str:
-    """Dynamo's id of the frame being compiled ("0/1"), "-" outside a compilation."""
-    from torch._guards import CompileContext
-
-    return str(CompileContext.current_compile_id() or "-")
+    exprs = [torch_internals.size_expr(size) for tensor in tensors for size in tensor.shape]
+    return all(expr is not None and expr.is_Atom for expr in exprs)

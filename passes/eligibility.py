@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 
-from crisp_flex import flex_hop
+from crisp_flex import torch_internals
 from crisp_flex.config import CrispConfig
 from crisp_flex.passes.mask_spec import MaskSpec
 from crisp_flex.passes.match import SdpaSite, example_value
@@ -71,7 +71,7 @@ def _tensors(
         yield Rejection(Reason.NEEDS_GRAD)
     if q.device.type not in MIN_HEAD_DIM:
         yield Rejection(Reason.UNSUPPORTED_DEVICE, str(q.device))
-    if q.device.type == "cpu" and not flex_hop.cpu_has_flex():
+    if q.device.type == "cpu" and not torch_internals.cpu_has_flex():
         yield Rejection(Reason.CPU_LACKS_FLEX)
     if not q.dtype == k.dtype == v.dtype:
         yield Rejection(Reason.MIXED_DTYPES, f"{q.dtype}, {k.dtype} and {v.dtype}")
@@ -87,6 +87,11 @@ def _tensors(
         yield Rejection(Reason.HEAD_DIM, f"D={D}, Dv={Dv}, not in [{least}, {MAX_HEAD_DIM}]")
     if not all(statically_known_true(t.shape[0] == q.shape[0]) for t in (k, v)):
         yield Rejection(Reason.BATCH_MISMATCH, f"{q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
+    # a mask with a larger batch would broadcast the query
+    if isinstance(out, torch.Tensor) and not (
+        out.dim() == 4 and statically_known_true(out.shape[0] == q.shape[0])
+    ):
+        yield Rejection(Reason.BATCH_MISMATCH, f"{q.shape[0]} in, {out.shape[0]} out")
     yield from _heads(site, q, k, v)
     scale = example_value(site.scale)
     if site.scale is not None and (
@@ -101,7 +106,7 @@ def _heads(
     Hq, Hkv, Hv = (int(t.shape[1]) for t in (q, k, v))
     given_key = example_value(site.key)
     as_called = given_key is not None and int(given_key.shape[1]) == Hq  # repeated in the graph
-    if Hkv != Hv or Hkv == 0 or Hq % Hkv or not (site.enable_gqa or Hq == Hkv or as_called):
+    if Hkv != Hv or Hkv == 0 or Hq % Hkv or not (site.enable_gqa is True or Hq == Hkv or as_called):
         yield Rejection(Reason.HEADS_MISMATCH, f"Hq={Hq}, Hkv={Hkv}, enable_gqa={site.enable_gqa}")
 
 
@@ -115,6 +120,8 @@ def _mask(
 ) -> Iterator[Rejection]:
     if isinstance(q.shape[2], int) and q.shape[2] == 1:
         yield Rejection(Reason.DECODE)
+    if not isinstance(site.is_causal, bool):
+        yield Rejection(Reason.NOT_CAUSAL, "is_causal is computed when the graph runs")
     if site.attn_mask is None:
         if not site.is_causal:
             yield Rejection(Reason.NOT_CAUSAL)

@@ -8,8 +8,7 @@ from dataclasses import replace
 from types import FunctionType
 from typing import TYPE_CHECKING
 
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-
+from crisp_flex import torch_internals
 from crisp_flex.passes.dead_nodes import ancestors
 from crisp_flex.passes.node_ops import in_place_name, nodes_in, tensor_of
 
@@ -37,9 +36,12 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
         return []
     target = node.target
     written = nodes_in(node.kwargs.get("out"))
-    if isinstance(target, (OpOverload, OpOverloadPacket)):
-        written += _written_by_schema(node, target)
-    elif node.op == "call_module" or isinstance(target, HigherOrderOperator):
+    if isinstance(target, (torch_internals.OpOverload, torch_internals.OpOverloadPacket)):
+        for position, argument in torch_internals.written_arguments(target):
+            written += nodes_in(node.kwargs.get(argument))
+            if position is not None:
+                written += nodes_in(node.args[position : position + 1])
+    elif node.op == "call_module" or isinstance(target, torch_internals.HigherOrderOperator):
         written += node.all_input_nodes
     elif isinstance(target, FunctionType):
         if target.__module__.split(".")[0] != "torch":
@@ -51,22 +53,6 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     if target in _WRITE_FIRST or (underscored and target not in _PURE_NAMES):
         written += nodes_in(node.args[:1]) or node.all_input_nodes
     return [x for x in written if tensor_of(x) is not None]
-
-
-def _written_by_schema(node: fx.Node, target: OpOverload | OpOverloadPacket) -> list[fx.Node]:
-    overloads = (
-        [target]
-        if isinstance(target, OpOverload)
-        else [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
-    )
-    written: list[fx.Node] = []
-    for overload in overloads:
-        for position, argument in enumerate(overload._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written += nodes_in(node.kwargs.get(argument.name))
-                if not argument.kwarg_only:
-                    written += nodes_in(node.args[position : position + 1])
-    return written
 
 
 def _inplace_flag(node: fx.Node, target: FunctionType) -> bool:
@@ -82,12 +68,7 @@ def _inplace_flag(node: fx.Node, target: FunctionType) -> bool:
 def storage_of(node: fx.Node) -> int | None:
     """The identity of the storage behind a tensor node: equal for views of one tensor."""
     tensor = tensor_of(node)
-    if tensor is None:
-        return None
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:  # a tensor under vmap
-        return None
+    return None if tensor is None else torch_internals.storage_id(tensor)
 
 
 def writes_between(first: fx.Node, last: fx.Node) -> Iterator[tuple[fx.Node, int | None]]:

@@ -8,7 +8,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._functorch import predispatch
+
+from crisp_flex import torch_internals
 
 # One name for the many spellings of an operation: function of torch, of operator, method, dunder.
 # Reflected forms (rsub) and forms that round (true division) are left out on purpose.
@@ -74,11 +75,11 @@ def _by_target(table: dict[str, tuple[str, ...]]) -> dict[object, str]:
 
 
 _NAMES = _by_target(_SPELLINGS)
-_NAMES[torch.nn.functional.pad] = _NAMES[torch._C._nn.pad] = "pad"
+_NAMES |= dict.fromkeys(torch_internals.PADS, "pad")
 _NAMES[torch.ops.aten.index] = "index"
 _NAMES[torch.ops.aten.index.Tensor] = "index"
-_NAMES[predispatch._add_batch_dim] = "add_batch_dim"
-_NAMES[predispatch._remove_batch_dim] = "remove_batch_dim"
+_NAMES[torch_internals.ADD_BATCH_DIM] = "add_batch_dim"
+_NAMES[torch_internals.REMOVE_BATCH_DIM] = "remove_batch_dim"
 _IN_PLACE_NAMES = _by_target(_IN_PLACE)
 
 
@@ -134,11 +135,10 @@ def tensor_of(arg: object) -> torch.Tensor | None:
 
 def size_expr(size: int | torch.SymInt) -> sympy.Expr:
     """A size, or any int, as a sympy integer expression; no guard is made."""
-    if isinstance(size, torch.SymInt):
-        if not isinstance(expr := getattr(size.node, "expr", None), sympy.Expr):
-            raise UnreadError(f"size {size}")
-        return expr
-    return sympy.Integer(size)
+    expr = torch_internals.size_expr(size)
+    if expr is None:
+        raise UnreadError(f"size {size}")
+    return expr
 
 
 def shape_of(node: object) -> list[sympy.Expr]:

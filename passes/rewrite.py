@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from crisp_flex import flex_hop
+from crisp_flex import flex_hop, torch_internals
 from crisp_flex.config import CrispConfig
 from crisp_flex.passes.mask_spec import MaskSpec
 from crisp_flex.passes.match import SdpaSite, example_value
@@ -106,7 +106,7 @@ class Rewriter:
     def _scale(self, site: SdpaSite, D: int) -> float:
         if site.scale is None:
             return 1.0 / math.sqrt(D)
-        return flex_hop.specialise_float(example_value(site.scale))
+        return torch_internals.specialise_float(example_value(site.scale))
 
     def _key_valid(self, site: SdpaSite, mask: MaskSpec) -> fx.Node:
         """[B, Lkv] bool, read where the mask was built: no later change of its source is seen."""

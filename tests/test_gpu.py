@@ -152,3 +152,43 @@ def test_compile_makes_a_model_sparse_on_the_gpu():
     (report,) = crisp_flex.reports(model)
     assert len(report.rewritten) == 2
     assert relative_error(got, want) < 1e-2
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sparse_attention_as_a_function(kernel):
+    """A whole prompt, and a chunk after a cache, which the last key aligns."""
+    if kernel == "FLASH" and not flex_hop.flash_available():
+        pytest.skip("flash-attn-4 is not installed")
+    config = CrispConfig(min_seqlen=512, backend=kernel.lower(), dense_last_blocks=0)
+    for Lq in (4096, 1500):
+        q, k, v = peaky(2, 8, 2, 4096, 128)
+        q = q[:, :, -Lq:]
+        got = crisp_flex.sparse_attention(q, k, v, config=config)
+        assert relative_error(got, masked_attention(q, k, v, lists(q, k))) < 3e-3, Lq
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "crisp", "streaming", "dense"])
+def test_route_never_waits_for_the_gpu(policy):
+    q, k, _ = peaky(2, 8, 2, 3000, 64)
+    params = RouteParams.from_config(CrispConfig(policy=policy), D=64)
+    key_valid = torch.arange(3000, device="cuda").expand(2, -1) >= 300
+    for valid in (None, key_valid):
+        ops.route(q, k, valid, params)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ops.route(q, k, valid, params)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "crisp"])
+def test_route_allocates_far_less_than_a_map(policy):
+    L, H = 16384, 8
+    q, k, _ = peaky(1, H, 2, L, 64)
+    params = RouteParams.from_config(CrispConfig(policy=policy), D=64)
+    ops.route(q, k, None, params)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ops.route(q, k, None, params)
+    assert torch.cuda.max_memory_allocated() - before < H * L * L // 2  # a bool map is H * L * L

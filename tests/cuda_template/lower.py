@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 
-from crisp_flex import flex_hop
+from crisp_flex import torch_internals
 from crisp_flex.config import CrispConfig
 from crisp_flex.passes.pipeline import run_passes
 
@@ -119,7 +119,7 @@ def lower(case):
             raise RuntimeError(f"{case['name']}: {report}")
         try:
             with tracing(TracingContext(fake_mode)):
-                flex_hop.compile_with_inductor(gm, placeholders, {})
+                torch_internals.compile_with_inductor(gm, placeholders, {})
         except InductorError as error:
             if isinstance(error.inner_exception, LoweredError):
                 return f"{error.inner_exception}\nINPUTS = {names}\n"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from graphs import capture, causal, padded_mask, position_mask, repeat_kv
 
-from crisp_flex import CrispConfig, Reason, flex_hop
+from crisp_flex import CrispConfig, Reason, torch_internals
 from crisp_flex.passes.pipeline import run_passes
 
 L = 256
@@ -166,7 +166,7 @@ def test_refused_sites_stay_dense(reason, monkeypatch):
         (node,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
         BY_HAND[reason](node)
         if reason is Reason.CPU_LACKS_FLEX:
-            monkeypatch.setattr(flex_hop, "cpu_has_flex", lambda: False)
+            monkeypatch.setattr(torch_internals, "cpu_has_flex", lambda: False)
         gm.recompile()
     before = gm.code
     report = run_passes(gm, config)

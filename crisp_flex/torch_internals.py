@@ -1,0 +1,164 @@
+"""The only file that touches private torch names; everything else asks here.
+
+Run on torch 2.11.0 (H200, CUDA 13.0) and 2.13.0 (CPU). What is used, and what would notice a
+change: the operators `flex_attention` and `invoke_subgraph` (tests/test_end_to_end.py), the field
+order of `BlockMask.as_tuple()` (13 fields in 2.11 and 2.12, 17 in 2.13: read off, not copied),
+`torch._inductor.compile_fx` and its option lists (tests/test_models.py), `flex_cpu` (the C++
+kernel's own test), `CompileContext`, `SymNode.guard_float` and `.expr`, the identity of a storage,
+operator schemas, and the names of vmap and F.pad in a Dynamo graph (tests/passes).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch._inductor
+from torch import fx
+from torch._functorch import predispatch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = [
+    "ADD_BATCH_DIM",
+    "FLEX_ATTENTION",
+    "INVOKE_SUBGRAPH",
+    "PADS",
+    "REMOVE_BATCH_DIM",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "block_mask_fields",
+    "compile_with_inductor",
+    "cpu_has_flex",
+    "current_compile_id",
+    "inductor_modes",
+    "inductor_settings",
+    "size_expr",
+    "specialise_float",
+    "storage_id",
+    "written_arguments",
+]
+
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+# F.pad in a Dynamo graph, by its two names
+PADS = (torch.nn.functional.pad, torch._C._nn.pad)
+# (x, in_dim, level) and (x, level, size, out_dim): torch.vmap in a Dynamo graph
+ADD_BATCH_DIM = predispatch._add_batch_dim
+REMOVE_BATCH_DIM = predispatch._remove_batch_dim
+
+
+@functools.cache
+def block_mask_fields() -> tuple[str | None, ...]:
+    """The order of the operator's block-mask tuple, read off BlockMask with sentinels.
+
+    Returns:
+        Per field its name ("kv_num_blocks", ..., "Lq", "Lkv", "block_q", "block_kv", "mask_mod"),
+        or None where the operator takes None for inference.
+    """
+    tensors: dict[str, Any] = {
+        name: torch.empty((1, 1, 1, 1), device="meta")
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    }
+    numbers = {-11: "Lq", -12: "Lkv", -13: "block_q", -14: "block_kv"}
+    template = BlockMask(
+        seq_lengths=(-11, -12),
+        **tensors,
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(-13, -14),
+        mask_mod=_sentinel_mod,
+    )
+    by_id = {id(tensor): name for name, tensor in tensors.items()}
+    by_id[id(_sentinel_mod)] = "mask_mod"
+    fields: list[str | None] = []
+    for entry in template.as_tuple():
+        if entry is None:
+            fields.append(None)
+        elif isinstance(entry, int):
+            fields.append(numbers[entry])
+        else:
+            fields.append(by_id[id(entry)])
+    return tuple(fields)
+
+
+def _sentinel_mod(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return q_idx < 0
+
+
+def cpu_has_flex() -> bool:
+    """Whether Inductor's C++ FlexAttention kernel runs on this CPU."""
+    from torch._inductor.kernel.flex import flex_cpu
+
+    return bool(flex_cpu.check_cpu_supported())
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Hand a Dynamo graph to Inductor under config patches."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=dict(patches))
+    return compiled  # type: ignore[no-any-return]
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """The modes of torch.compile and the Inductor settings that each stands for."""
+    return torch._inductor.list_mode_options()
+
+
+def inductor_settings() -> frozenset[str]:
+    """The names of Inductor's settings."""
+    return frozenset(torch._inductor.list_options())
+
+
+def current_compile_id() -> str:
+    """Dynamo's id of the frame being compiled ("0/1"), "-" outside a compilation."""
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id() or "-")
+
+
+def specialise_float(value: float | torch.SymFloat) -> float:
+    """The number behind a SymFloat, with a guard that the graph holds for this number only."""
+    if isinstance(value, torch.SymFloat):
+        return float(value.node.guard_float(__file__, 0))
+    return float(value)
+
+
+def size_expr(size: int | torch.SymInt) -> sympy.Expr | None:
+    """A size as a sympy integer expression, with no guard; None for a kind without expressions."""
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(size)
+    expr = getattr(size.node, "expr", None)
+    return expr if isinstance(expr, sympy.Expr) else None
+
+
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """Equal for views of one tensor; None where the storage is hidden (under vmap)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return None
+
+
+def written_arguments(
+    target: OpOverload | OpOverloadPacket,
+) -> Iterator[tuple[int | None, str]]:
+    """The arguments an ATen operator may write to: (position, None if by keyword only; name)."""
+    overloads = (
+        [target]
+        if isinstance(target, OpOverload)
+        else [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
+    )
+    for overload in overloads:
+        for position, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield None if argument.kwarg_only else position, argument.name
