@@ -39,7 +39,6 @@ def main():
     parser.add_argument("--preset", default="balanced")
     parser.add_argument("--policy", default="hybrid")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--skip-dense-policy", action="store_true")
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype or ("bfloat16" if args.device == "cuda" else "float32"))
@@ -74,7 +73,8 @@ def main():
 
     compiled = sparse(policy="dense")
     for ids, want in (
-        () if args.skip_dense_policy else ((short, dense_short), (texts["code"], dense["code"]))
+        (short, dense_short),
+        (texts["code"], dense["code"]),
     ):
         got = prompt_step(compiled, ids, POSITIONS)[0]
         emit(

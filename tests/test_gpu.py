@@ -59,17 +59,18 @@ def test_sparse_equals_the_masked_reference(kernel, D, heads, L):
     assert relative_error(got, masked_attention(q, k, v, keep)) < 3e-3
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_left_padding_and_repeated_heads(kernel):
+def test_left_padding_and_repeated_heads():
+    """On TRITON even with FLASH there: torch 2.11 frees a captured tensor too early for FLASH."""
     L = 2500
     q, k, v = peaky(2, 32, 8, L, 128)
     attention_mask = torch.ones(2, L, dtype=torch.int64, device="cuda")
     attention_mask[0, :700] = 0
-    fn, backend = compiled(padded_mask, kernel)
+    backend = CrispFlexBackend(CrispConfig(min_seqlen=1024, dense_last_blocks=0))
+    fn = torch.compile(padded_mask, backend=backend)
     with torch.no_grad():
         got = fn(q, k, v, attention_mask)
     (report,) = backend.reports.values()
-    assert [(site.mask, site.kernel) for site in report.sites] == [("causal + padding", kernel)]
+    assert [(site.mask, site.kernel) for site in report.sites] == [("causal + padding", "TRITON")]
     valid = attention_mask.bool()
     want = masked_attention(q, k, v, lists(q, k, valid), key_valid=valid)
     assert got.isfinite().all()
