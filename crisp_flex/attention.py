@@ -113,7 +113,7 @@ def sparse_attention(
             Dv=value.shape[3],
             block_size=config.block_size,
             backend=config.backend,
-            captures=False,
+            captures=False,  # what mask_mod reads are inputs here, not values of a graph
         )
         options = flex_hop.kernel_options(
             kernel,
@@ -211,6 +211,8 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor, key_valid: Tensor |
         raise InputError(f"batch, key heads, key length or head dim do not match: {shapes}")
     if Hkv == 0 or Hq % Hkv:
         raise InputError(f"the query heads must be a multiple of the key heads: {shapes}")
+    if Lq == 0:
+        raise InputError(f"query has no tokens: {shapes}")
     if Lkv < Lq:
         raise InputError(f"Lkv must be at least Lq (the last query sees the last key): {shapes}")
     if key_valid is not None and (key_valid.shape != (B, Lkv) or key_valid.dtype != torch.bool):

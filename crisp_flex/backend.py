@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from torch import fx
 
 from crisp_flex import torch_internals
 from crisp_flex.config import CrispConfig, field_names
-from crisp_flex.errors import ConfigError
+from crisp_flex.errors import ConfigError, CrispFlexError
 from crisp_flex.passes.pipeline import run_passes
 from crisp_flex.report import RewriteReport
 
@@ -68,6 +69,12 @@ class CrispFlexBackend:
         report = run_passes(gm, self.config)
         # keyed by compile id: Dynamo may restart its analysis and call again for the same frame
         self.reports[torch_internals.current_compile_id()] = report
+        if not report.sites and len(self.reports) == 1:
+            warnings.warn(
+                "crisp_flex found no scaled_dot_product_attention call in the first graph of this "
+                "model, so nothing in it is sparse; crisp_flex.explain(model, ...) shows the rest",
+                stacklevel=2,
+            )
         log.debug("%s", report)
         if any(site.kernel == "CPU" for site in report.rewritten):
             # Inductor's C++ flex template raises where a pointwise epilogue is fused into it
@@ -165,15 +172,19 @@ def explain(
 ) -> Explanation:
     """Trace model(*args, **kwargs) and say, for every attention call, what is done and why.
 
-    The model runs once as it is, uncompiled; nothing of it is changed. Whether gradients are on is
-    taken from the caller: under `torch.no_grad()` the answer is about inference.
+    The model runs once as it is, hooks included, uncompiled; what Dynamo has compiled of it before
+    stays. Whether gradients are on is taken from the caller: under `torch.no_grad()` the answer is
+    about inference.
 
     Args:
         model: A module or function. One that `crisp_flex.compile` returned is explained by its own
-            config unless another is given.
+            config unless another is given; one compiled by name, by the defaults.
         *args: As for the model.
         config: What to route and when; None takes the model's own, else the defaults.
         **kwargs: As for the model.
+
+    Raises:
+        CrispFlexError: Dynamo traced nothing (its recompile limit is reached, or it is disabled).
     """
     found = _backends.get(model)
     settings = config or (found.config if found is not None else CrispConfig())
@@ -184,8 +195,12 @@ def explain(
         seen[torch_internals.current_compile_id()] = run_passes(copied, settings)
         return gm.forward
 
-    call = model.forward if isinstance(model, torch.nn.Module) else model
-    torch.compile(call, backend=backend)(*args, **kwargs)
+    torch_internals.trace_apart(torch_internals.uncompiled_call(model), backend)(*args, **kwargs)
+    if not seen:
+        raise CrispFlexError(
+            "explain: Dynamo traced no graph of this call; look for its warning about the "
+            "recompile limit, or for torch.compiler.disable"
+        )
     return Explanation(list(seen.values()))
 
 

@@ -50,7 +50,9 @@ class CrispConfig:
         max_uncovered: Policies without an audit: attention mass left uncovered on the proxy rows
             above which a head keeps all blocks, in [0, 1].
         backend: FlexAttention kernel on CUDA: "auto" (FLASH where it runs, else TRITON), "flash" or
-            "triton". The CPU always takes Inductor's C++ kernel.
+            "triton". With "flash" the package must be there; a site that it cannot take (fp32, D
+            above 128, padding) still runs on TRITON, as the report says. The CPU always takes
+            Inductor's C++ kernel.
         kernel_options: Passed to FlexAttention on top of our own choice, e.g. {"BLOCK_M": 64}.
         overrides: Changes by site: the key is a site index in the graph (int) or the path of the
             module that makes the call, or of one of its parents, as `model.named_modules()`

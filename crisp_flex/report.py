@@ -12,6 +12,9 @@ class Reason(Enum):
     DISABLED = "the config switches this site off"
     NESTED_GRAPH = "the call is inside a nested graph (checkpoint, cond or a compiled region)"
     NOT_FOUR_DIMENSIONAL = "query, key and value must be [B, H, L, D]"
+    NOT_PLAIN_TENSOR = (
+        "query, key or value is no plain tensor (nested, sparse, distributed or under a transform)"
+    )
     NO_SHAPES = "the graph does not say the shapes of query, key and value"
     UNBACKED_SHAPE = "a length is only known when the graph runs (an unbacked size)"
     HAS_DROPOUT = "dropout is on"
@@ -39,7 +42,9 @@ class Reason(Enum):
     MASK_DOCUMENTS = "attn_mask separates packed documents"
     MASK_KV_LIMIT = "attn_mask hides the unfilled end of a cache"
     MASK_UNREAD = "a part of attn_mask could not be proved to mean anything known"
-    CPU_DYNAMIC_PADDING = "a padding mask with dynamic shapes does not compile on the CPU"
+    CPU_DYNAMIC_PADDING = (
+        "a padding mask with a dynamic batch or length does not compile on the CPU"
+    )
     TOO_SHORT = "Lq is below min_seqlen"
 
 

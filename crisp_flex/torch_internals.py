@@ -11,6 +11,8 @@ operator schemas, and the names of vmap and F.pad in a Dynamo graph (tests/passe
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import fx
 from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "ADD_BATCH_DIM",
@@ -37,9 +40,12 @@ __all__ = [
     "current_compile_id",
     "inductor_modes",
     "inductor_settings",
+    "is_plain",
     "size_expr",
     "specialise_float",
     "storage_id",
+    "trace_apart",
+    "uncompiled_call",
     "written_arguments",
 ]
 
@@ -139,6 +145,42 @@ def size_expr(size: int | torch.SymInt) -> sympy.Expr | None:
         return sympy.Integer(size)
     expr = getattr(size.node, "expr", None)
     return expr if isinstance(expr, sympy.Expr) else None
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dense, of no wrapper subclass, and under no torch.func transform."""
+    return (
+        tensor.layout == torch.strided
+        and not tensor.is_nested
+        and not is_traceable_wrapper_subclass(tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def uncompiled_call(model: Callable[..., Any]) -> Callable[..., Any]:
+    """What `model(...)` does, hooks included, without the compilation of `Module.compile`."""
+    return model._call_impl if isinstance(model, torch.nn.Module) else model
+
+
+def trace_apart(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """fn under torch.compile, with nothing left in the caches that another compilation looks into.
+
+    Dynamo keeps what it compiled on code objects and counts the entries towards its recompile
+    limit: the outer frame gets a code object of its own, and where torch can (2.13), the entries of
+    inner frames, which there are behind graph breaks, are kept apart too.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return fn(*args, **kwargs)
+
+    apart = types.FunctionType(
+        call.__code__.replace(), call.__globals__, "call", None, call.__closure__
+    )
+    options: dict[str, Any] = {}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(apart, backend=backend, **options)
+    return compiled
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:

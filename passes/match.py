@@ -61,13 +61,6 @@ def find_sdpa_sites(gm: fx.GraphModule) -> Iterator[SdpaSite]:
         yield SdpaSite(index, node, module_path(node), graph_of is not gm, **_bind(node))
 
 
-def example_value(value: Any) -> Any:  # noqa: ANN401
-    """The fake tensor, SymInt or number that stands for a graph value; None if not recorded."""
-    if not isinstance(value, fx.Node):
-        return value
-    return value.meta.get("example_value", value.meta.get("val"))
-
-
 def module_path(node: fx.Node) -> str:
     """Path of the innermost module around node: "model.layers.0.self_attn"."""
     stack = node.meta.get("nn_module_stack")

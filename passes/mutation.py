@@ -42,7 +42,8 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
             if position is not None:
                 written += nodes_in(node.args[position : position + 1])
     elif node.op == "call_module" or isinstance(target, torch_internals.HigherOrderOperator):
-        written += node.all_input_nodes
+        if target is not torch_internals.FLEX_ATTENTION:
+            written += node.all_input_nodes
     elif isinstance(target, FunctionType):
         if target.__module__.split(".")[0] != "torch":
             written += node.all_input_nodes

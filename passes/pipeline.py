@@ -12,7 +12,8 @@ from crisp_flex.passes.dead_nodes import ancestors, erase_dead_ancestors
 from crisp_flex.passes.eligibility import check
 from crisp_flex.passes.lift_mask import lift_mask
 from crisp_flex.passes.mask_spec import MaskSpec
-from crisp_flex.passes.match import SdpaSite, example_value, find_sdpa_sites
+from crisp_flex.passes.match import SdpaSite, find_sdpa_sites
+from crisp_flex.passes.node_ops import tensor_of
 from crisp_flex.passes.rewrite import Rewriter
 from crisp_flex.passes.unrepeat_kv import unrepeat_kv
 from crisp_flex.report import RewriteReport, SiteReport
@@ -68,10 +69,10 @@ def run_passes(gm: fx.GraphModule, config: CrispConfig) -> RewriteReport:
 def _read_mask(site: SdpaSite, masks: dict[fx.Node, MaskSpec]) -> MaskSpec | None:
     """The reading of a mask that the graph computes; None for no mask, an input, or a bias."""
     node = site.attn_mask
-    given = example_value(node)
     if node is None or site.nested or node.op in ("placeholder", "get_attr"):
         return None
-    if not isinstance(given, torch.Tensor) or given.dtype != torch.bool:
+    given = tensor_of(node)
+    if given is None or given.dtype != torch.bool:
         return None
     if node not in masks:
         masks[node] = lift_mask(node)
@@ -96,8 +97,8 @@ def _mask_text(site: SdpaSite, mask: MaskSpec | None) -> str:
 
 
 def _shapes(site: SdpaSite, key: fx.Node) -> str:
-    q, k = example_value(site.query), example_value(key)
-    if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
+    q, k = tensor_of(site.query), tensor_of(key)
+    if q is None or k is None:
         return "shapes not known"
     dtype = str(q.dtype).removeprefix("torch.")
     return f"q{list(q.shape)} kv{list(k.shape)} {dtype} {q.device}"

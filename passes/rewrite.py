@@ -14,7 +14,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from crisp_flex import flex_hop, torch_internals
 from crisp_flex.config import CrispConfig
 from crisp_flex.passes.mask_spec import MaskSpec
-from crisp_flex.passes.match import SdpaSite, example_value
+from crisp_flex.passes.match import SdpaSite
+from crisp_flex.passes.node_ops import tensor_of, value_of
 from crisp_flex.routing.geometry import partial_slots
 from crisp_flex.routing.ops import RouteResult  # noqa: F401  (registers the operators)
 from crisp_flex.routing.params import RouteParams
@@ -39,7 +40,7 @@ class Rewriter:
     """
 
     gm: fx.GraphModule
-    key_valid: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    key_valid: dict[tuple[fx.Node, str], fx.Node] = field(default_factory=dict)
     regions: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def rewrite(
@@ -56,7 +57,7 @@ class Rewriter:
             The kernel it will run on: "FLASH", "TRITON" or "CPU".
         """
         query, graph = site.query, self.gm.graph
-        q, k, v = (example_value(node) for node in (query, key, value))
+        q, k, v = (_tensor(node) for node in (query, key, value))
         D, on_cpu = int(q.shape[3]), q.device.type == "cpu"
         kernel = flex_hop.choose_kernel(
             q.device,
@@ -98,6 +99,7 @@ class Rewriter:
             else:
                 lengths = _lengths(graph, query)
                 out = _attend(self.gm, operands, lengths, config, scale, options, kernel)
+            out = _restore_layout(graph, out, q, site, on_cpu)
         out.meta = dict(site.node.meta)
         site.node.replace_all_uses_with(out)
         graph.erase_node(site.node)
@@ -106,18 +108,24 @@ class Rewriter:
     def _scale(self, site: SdpaSite, D: int) -> float:
         if site.scale is None:
             return 1.0 / math.sqrt(D)
-        return torch_internals.specialise_float(example_value(site.scale))
+        scale = value_of(site.scale)
+        if not isinstance(scale, (int, float, torch.SymFloat)):
+            raise ValueError(
+                f"the scale of {site.node.name} is {scale!r}: check() lets none through"
+            )
+        return torch_internals.specialise_float(scale)
 
     def _key_valid(self, site: SdpaSite, mask: MaskSpec) -> fx.Node:
         """[B, Lkv] bool, read where the mask was built: no later change of its source is seen."""
         at, graph = site.attn_mask, self.gm.graph
         if at is None:
             raise ValueError("a site with a lifted mask has an attn_mask")
-        if at in self.key_valid:
-            return self.key_valid[at]
         source = mask.padding[0].source
-        q, given = example_value(site.query), example_value(source)
+        q, given = _tensor(site.query), _tensor(source)
         B, L = q.shape[0], q.shape[2]
+        alike = (at, str(B))  # calls of different batch sizes may share a mask of one row
+        if alike in self.key_valid:
+            return self.key_valid[alike]
         with graph.inserting_before(at):
             valid = graph.call_function(torch.ne, (source, 0))
         with graph.inserting_before(site.node):
@@ -129,7 +137,7 @@ class Rewriter:
                 valid = graph.call_function(torch.ops.aten.expand.default, (valid, [size, -1]))
             # a buffer of its own: the CPU and FLASH kernels do not take a pointwise value
             valid = graph.call_function(torch.ops.crisp_flex.realize.default, (valid,))
-        self.key_valid[at] = valid
+        self.key_valid[alike] = valid
         return valid
 
     def _region(
@@ -141,7 +149,7 @@ class Rewriter:
         options: dict[str, Any],
     ) -> str:
         """Name of the submodule that attends over these operands, shared by alike sites."""
-        tensors = [example_value(node) for node in (site.query, site.key, site.value)]
+        tensors = [_tensor(node) for node in (site.query, site.key, site.value)]
         shapes = tuple(str((tuple(t.shape), t.dtype)) for t in tensors)
         alike = (shapes, len(operands), config.block_size, scale, str(sorted(options.items())))
         if alike not in self.regions:
@@ -203,9 +211,38 @@ def _attend(
     )
 
 
+def _restore_layout(
+    graph: fx.Graph, out: fx.Node, q: torch.Tensor, site: SdpaSite, on_cpu: bool
+) -> fx.Node:
+    """out with the dim order that SDPA's result has: a `.view` behind the call may rely on it.
+
+    flex_attention lays its result out as query is, which is contiguous after `realize`.
+    """
+    want = _is_token_major(_tensor(site.node))
+    if want == (not on_cpu and _is_token_major(q)):
+        return out
+    if not want:
+        return graph.call_method("contiguous", (out,))
+    swapped = graph.call_method("transpose", (out, 1, 2))
+    swapped = graph.call_method("contiguous", (swapped,))
+    return graph.call_method("transpose", (swapped, 1, 2))
+
+
+def _is_token_major(tensor: torch.Tensor) -> bool:
+    """Whether a [B, H, L, D] tensor lies in memory as [B, L, H, D]."""
+    return tensor.shape[1] != 1 and statically_known_true(tensor.stride(1) == tensor.shape[3])
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    tensor = tensor_of(node)
+    if tensor is None:
+        raise ValueError(f"{node.name} has no shape: check() lets no such site through")
+    return tensor
+
+
 def _lengths(graph: fx.Graph, query: fx.Node) -> tuple[int | fx.Node, int | fx.Node]:
     """(Lq, Lkv) of a square site: numbers where static, else one node for both."""
-    given = example_value(query)
+    given = tensor_of(query)
     if given is not None and isinstance(given.shape[2], int):
         return given.shape[2], given.shape[2]
     length = _size(graph, query, 2)

@@ -57,6 +57,7 @@ WRONG = {
     "must be on one device": lambda q, k, v: (q, k.to("meta"), v, None),
     "do not match": lambda q, k, v: (q, k[..., :16], v, None),
     "multiple of the key heads": lambda q, k, v: (q[:, :3], k, v, None),
+    "query has no tokens": lambda q, k, v: (q[:, :, :0], k, v, None),
     "Lkv must be at least Lq": lambda q, k, v: (q, k[:, :, :9], v[:, :, :9], None),
     "key_valid must be": lambda q, k, v: (q, k, v, torch.ones(1, 9, dtype=torch.bool)),
 }

@@ -116,3 +116,54 @@ def test_a_padding_mask_with_dynamic_shapes_stays_dense_on_the_cpu(qkv):
     fn = torch.compile(padded_mask, backend=backend, dynamic=True)
     assert relative_error(fn(q, k, v, attention_mask), causal(q, k, v)) < 2e-6
     assert reasons(backend) == [Reason.CPU_DYNAMIC_PADDING]
+
+
+def test_the_result_lies_in_memory_as_sdpas_does():
+    """A `.view` behind the call needs the heads beside each other, as after a fused projection."""
+
+    def block(x):
+        B, L, _ = x.shape
+        q, k, v = (t.view(B, L, 2, 16).transpose(1, 2) for t in x.chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).view(B, L, -1), out
+
+    x = torch.randn(2, 256, 3 * 2 * 16)
+    backend = CrispFlexBackend(CrispConfig(min_seqlen=128, policy="dense"))
+    (got, out), (want, dense) = torch.compile(block, backend=backend)(x), block(x)
+    assert [len(report.rewritten) for report in backend.reports.values()] == [1]
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    assert out.stride() == dense.stride()
+
+
+def test_a_padded_batch_may_change_its_size(qkv):
+    fn = torch.compile(padded_mask, backend=CrispFlexBackend(SPARSE))
+    for B in (2, 3, 1):
+        q, k, v = qkv(B=B, Lq=256, D=32)
+        mask = torch.ones(B, 256, dtype=torch.int64)
+        assert relative_error(fn(q, k, v, mask), padded_mask(q, k, v, mask)) < 2e-6, B
+
+
+def test_one_mask_row_may_serve_calls_of_two_batch_sizes(qkv):
+    def two(q, k, v, attention_mask):
+        valid = attention_mask.to(torch.bool)[:, None, None, :]
+        i = torch.arange(256)
+        mask = (i <= i[:, None]) & valid
+        three = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return three, F.scaled_dot_product_attention(q[:2], k[:2], v[:2], attn_mask=mask)
+
+    q, k, v = qkv(B=3, Hkv=4, Lq=256, D=32)
+    attention_mask = torch.arange(256)[None] >= 50
+    backend = CrispFlexBackend(CrispConfig(min_seqlen=128, policy="dense"))
+    got = torch.compile(two, backend=backend)(q, k, v, attention_mask)
+    assert [len(report.rewritten) for report in backend.reports.values()] == [2]
+    for mine, want in zip(got, two(q, k, v, attention_mask), strict=True):
+        assert relative_error(mine[:, :, 50:], want[:, :, 50:]) < 2e-6
+
+
+def test_a_model_without_attention_says_so_once(recwarn):
+    fn = crisp_flex.compile(lambda x: x.softmax(-1) + 1)
+    fn(torch.randn(4))
+    fn(torch.randn(4, 4))
+    told = [str(w.message) for w in recwarn if "crisp_flex" in str(w.message)]
+    assert len(told) == 1
+    assert "found no scaled_dot_product_attention call" in told[0]

@@ -64,6 +64,18 @@ def test_explain_gives_the_reason_and_leaves_the_model_alone():
     }
 
 
+def test_explain_leaves_dynamos_caches_alone():
+    model = llama(layers=1)
+    config = CrispConfig(min_seqlen=128)
+    with torch.no_grad():
+        for length in range(200, 212):  # more than Dynamo's recompile limit of 8
+            found = crisp_flex.explain(model, prompt(length=length), config=config)
+            assert len(found.report.rewritten) == 1, length
+        crisp_flex.compile(model, CrispConfig(min_seqlen=128, enabled=False))(prompt())
+    (report,) = crisp_flex.reports(model)
+    assert [site.rejection.reason for site in report.sites] == [Reason.DISABLED]
+
+
 @pytest.mark.slow
 def test_generate_is_sparse_in_the_prompt_step_and_adds_no_graph_per_decode_step():
     model = llama()

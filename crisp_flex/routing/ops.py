@@ -71,13 +71,31 @@ def observe(callback: Observer) -> Iterator[None]:
         _observers.remove(entry)
 
 
-@torch.library.impl("crisp_flex::route", ("cpu", "cuda"))
-def _route_eager(
+@torch.library.impl("crisp_flex::route", "cpu")
+def _route_cpu(
     query: Tensor, key: Tensor, key_valid: Tensor | None, *args: float | int | str
 ) -> RouteResult:
     from crisp_flex.routing import reference
 
-    result = reference.route(query, key, key_valid, _params(args))
+    return _observed(reference.route(query, key, key_valid, _params(args)))
+
+
+@torch.library.impl("crisp_flex::route", "cuda")
+def _route_cuda(
+    query: Tensor, key: Tensor, key_valid: Tensor | None, *args: float | int | str
+) -> RouteResult:
+    params = _params(args)
+    if params.policy == "hybrid":  # the other policies run as the eager reference on CUDA too
+        from crisp_flex.routing.kernels import route as kernels
+
+        if kernels.supports(query, key, params):
+            return _observed(kernels.route(query, key, key_valid, params))
+    from crisp_flex.routing import reference
+
+    return _observed(reference.route(query, key, key_valid, params))
+
+
+def _observed(result: RouteResult) -> RouteResult:
     for callback, count in _observers:
         callback(next(count), *result)
     return result

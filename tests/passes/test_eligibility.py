@@ -51,6 +51,10 @@ def cut_at_run_time(q, k, v, n):
     return causal(q, k, v)
 
 
+def under_vmap(q, k, v):
+    return torch.vmap(causal)(q, k, v)
+
+
 def checkpointed(q, k, v):
     return torch.utils.checkpoint.checkpoint(causal, q, k, v, use_reentrant=False)
 
@@ -86,6 +90,12 @@ REFUSED = {
     Reason.NOT_FOUR_DIMENSIONAL: (
         sdpa(enable_gqa=False),
         tuple(x[0] for x in qkv(Hkv=4)),
+        CONFIG,
+        None,
+    ),
+    Reason.NOT_PLAIN_TENSOR: (
+        under_vmap,
+        tuple(torch.stack([x, x]) for x in qkv()),
         CONFIG,
         None,
     ),
@@ -180,6 +190,15 @@ def test_the_same_call_without_the_fault_is_rewritten():
     report = run_passes(capture(causal, *qkv()), CONFIG)
     assert [site.mask for site in report.rewritten] == ["causal"]
     assert report.rejected == []
+
+
+def test_a_padding_mask_that_is_too_narrow_keeps_its_own_error():
+    inputs = (*qkv(), torch.ones(1, L, dtype=torch.int64))
+    gm = capture(padded_mask, *inputs)
+    (source,) = (n for n in gm.graph.nodes if n.name == "l_attention_mask_")
+    source.meta["example_value"] = source.meta["example_value"].new_empty(1, L - 56)
+    report = run_passes(gm, CONFIG)
+    assert [site.rejection.reason for site in report.rejected] == [Reason.LENGTHS_DIFFER]
 
 
 def test_a_real_gradient_keeps_the_call_dense():

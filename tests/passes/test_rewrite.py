@@ -5,7 +5,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import capture, causal, causal_mask, large_masks, padded_mask, targets
+from graphs import capture, causal, causal_mask, large_masks, padded_mask, repeat_kv, targets
 
 from crisp_flex import CrispConfig
 from crisp_flex.passes.pipeline import run_passes
@@ -107,6 +107,14 @@ def test_the_scale_reaches_both_route_and_flex(qkv):
     assert {user.target for user in flex.users} == {operator.getitem}
 
 
-def test_a_padding_mask_of_one_row_serves_a_batch(qkv):
-    gm = capture(padded_mask, *qkv(B=1, Lq=L), torch.ones(1, L + 44, dtype=torch.int64))
-    assert len(run_passes(gm, CONFIG).rewritten) == 1
+def test_later_sites_undo_the_repeat_of_shared_heads_too(qkv):
+    """A flex_attention call in the graph writes to nothing, so K may be un-repeated behind it."""
+
+    def twice(q, k, v):
+        k, v = repeat_kv(q, k, v)
+        once = SDPA(q, k, v, is_causal=True)
+        return SDPA(once, k, v, is_causal=True)
+
+    gm = capture(twice, *qkv(Lq=L))
+    assert len(run_passes(gm, CONFIG).rewritten) == 2
+    assert "reshape" not in [node.target for node in gm.graph.nodes]

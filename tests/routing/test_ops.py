@@ -32,7 +32,7 @@ def test_the_buffer_has_room_for_both_lists(Lkv):
     assert counts.dtype == buffer.dtype == full_counts.dtype == torch.int32
     assert buffer.shape == (1, 2, Nkv, 1 + Nkv)
     assert stats.shape == (1, 2, len(STAT_NAMES))
-    assert int(counts.max()) == 1  # the diagonal
+    assert int(counts.max()) == (Lkv > 1)  # the diagonal, which one token makes full
 
 
 def test_observers_see_each_call_and_only_while_active():
@@ -44,3 +44,11 @@ def test_observers_see_each_call_and_only_while_active():
         ops.route(q, k, None, params)
     ops.route(q, k, None, params)
     assert seen == [(0, (1, 2, 2)), (1, (1, 2, 2))]
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "crisp", "streaming", "dense"])
+def test_an_empty_batch_gives_empty_lists(policy):
+    q, k = torch.randn(0, 4, 300, 16), torch.randn(0, 2, 300, 16)
+    params = RouteParams.from_config(CrispConfig(policy=policy), D=16)
+    counts, buffer, _, stats = ops.route(q, k, None, params)
+    assert (counts.shape, buffer.shape, stats.shape) == ((0, 4, 3), (0, 4, 3, 4), (0, 4, 6))
