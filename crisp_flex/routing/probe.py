@@ -151,12 +151,11 @@ def _row_probabilities(
     if g.key_valid is not None:
         hidden = hidden | ~g.key_valid[:, None, : rows.key_limit]
     hidden = hidden[:, None]  # [B', 1, R, Lkv]
-    step = max(_CHUNK_ELEMENTS // max(B * G * R * rows.key_limit, 1), 1)
+    step = max(_CHUNK_ELEMENTS // (B * G * R * rows.key_limit), 1)
     for h in range(0, Hkv, step):
         keys = key[:, h : h + step, : rows.key_limit].float()
-        taken = keys.shape[1]
-        grouped = queries[:, h * G : (h + step) * G].reshape(B, taken, G * R, D)
-        logits = (grouped @ keys.mT).view(B, taken * G, R, rows.key_limit)
+        grouped = queries[:, h * G : (h + step) * G].reshape(B, -1, G * R, D)
+        logits = (grouped @ keys.mT).view(B, -1, R, rows.key_limit)
         yield logits.masked_fill_(hidden, torch.finfo(torch.float32).min).softmax(-1)
 
 

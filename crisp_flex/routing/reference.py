@@ -58,6 +58,11 @@ def route(
         full_kv_num_blocks: [B, Hq, Nq] int32, full blocks per row.
         stats: See Selection.
     """
+    if query.shape[0] == 0:  # the shapes are those of a batch of one
+        batch_of_one = (query.new_zeros(1, *query.shape[1:]), key.new_zeros(1, *key.shape[1:]))
+        valid = None if key_valid is None else key_valid.new_ones(1, key_valid.shape[1])
+        counts, buffer, full_counts, stats = route(*batch_of_one, valid, params)
+        return counts[:0], buffer[:0], full_counts[:0], stats[:0]
     geometry = Geometry.of(query, key, key_valid, params)
     selection = _select(query, key, geometry, params)
     P = partial_slots(
