@@ -35,20 +35,20 @@ class RouteParams:
     """
 
     scale: float
-    block_q: int = 128
-    block_kv: int = 128
-    policy: str = "hybrid"
-    dense_last_blocks: int = 1
-    coverage: float = 0.9
-    coverage_reduce: str = "mean"
-    audit_rows: int = 4
-    router: str = "c_struct"
-    alpha: float = 1.0
-    tau: float = 0.2
-    k_min: int = 8
-    gamma: float = 0.95
-    streaming_blocks: int = 8
-    max_uncovered: float = 0.5
+    block_q: int
+    block_kv: int
+    policy: str
+    dense_last_blocks: int
+    coverage: float
+    coverage_reduce: str
+    audit_rows: int
+    router: str
+    alpha: float
+    tau: float
+    k_min: int
+    gamma: float
+    streaming_blocks: int
+    max_uncovered: float
 
     @classmethod
     def from_config(cls, config: CrispConfig, *, D: int, scale: float | None = None) -> RouteParams:

@@ -53,7 +53,7 @@ def route(
 
     Returns:
         kv_num_blocks: [B, Hq, Nq] int32, partial blocks per row.
-        kv_indices_buffer: [B, Hq, Nq, P + Nkv] int32 with P = partial_slots(...): the partial
+        kv_buffer: [B, Hq, Nq, P + Nkv] int32 with P = partial_slots(...): the partial
             blocks ascending from slot 0, the full ones ascending from slot P, 0 elsewhere.
         full_kv_num_blocks: [B, Hq, Nq] int32, full blocks per row.
         stats: See Selection.
@@ -91,7 +91,7 @@ def compact(keep: Tensor, partial: Tensor, P: int, C: int) -> tuple[Tensor, Tens
 
     Returns:
         kv_num_blocks: [B, Hq, Nq] int32.
-        kv_indices_buffer: [B, Hq, Nq, P + C] int32; partial list from slot 0, full list from slot
+        kv_buffer: [B, Hq, Nq, P + C] int32; partial list from slot 0, full list from slot
             P, unused slots 0.
         full_kv_num_blocks: [B, Hq, Nq] int32.
 

@@ -1,9 +1,11 @@
 """Queries and keys with a sink, hot columns, slashes and block-wise topics, and key masks."""
 
+import dataclasses
 import math
 
 import torch
 
+from crisp_flex.config import CrispConfig
 from crisp_flex.routing.params import RouteParams
 
 
@@ -67,7 +69,8 @@ def case(name, *, seed=0, dtype=torch.float32, **changes):
 
 def params(D=32, block=(128, 128), **changes):
     """RouteParams of a head dim and block sizes."""
-    return RouteParams(scale=1 / math.sqrt(D), block_q=block[0], block_kv=block[1], **changes)
+    default = RouteParams.from_config(CrispConfig(block_size=block), D=D)
+    return dataclasses.replace(default, **changes)
 
 
 def key_mask(kind, B, Lkv):
