@@ -1,0 +1,1 @@
+"""Triton kernels of policy "hybrid", a file a stage; imported only when a CUDA call takes them."""

@@ -1,0 +1,68 @@
+"""policy="hybrid" on the GPU: pool -> probe -> audit -> select -> stats, on the query's device.
+
+Oracle: reference.route. Seven launches, no read-back, no atomics: two runs give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crisp_flex.routing.kernels.audit import audit
+from crisp_flex.routing.kernels.layout import Layout
+from crisp_flex.routing.kernels.masses import masses
+from crisp_flex.routing.kernels.pool import pool
+from crisp_flex.routing.kernels.probe import probe
+from crisp_flex.routing.kernels.select import select
+from crisp_flex.routing.kernels.stats import stats
+from crisp_flex.routing.params import RouteParams
+
+# Rows of the audit that one program reduces.
+_MOST_AUDIT_ROWS = 64
+_BLOCK_SIZES = (64, 128)
+
+
+def supports(query: Tensor, key: Tensor, params: RouteParams) -> bool:
+    """Whether the kernels take this call; the reference takes all."""
+    return (
+        params.policy == "hybrid"
+        and params.coverage_reduce in ("mean", "min")
+        and 1 <= params.audit_rows <= _MOST_AUDIT_ROWS
+        and params.block_q in _BLOCK_SIZES
+        and params.block_kv in _BLOCK_SIZES
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and key.dtype == query.dtype
+        and 16 <= query.shape[3] <= 256
+        and query.shape[1] % key.shape[1] == 0
+        and query.numel() > 0
+    )
+
+
+def route(
+    query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Block lists of sparse causal attention, in the layout of FlexAttention's BlockMask.
+
+    Args:
+        query: [B, Hq, Lq, D], any strides; query i stands at position i + Lkv - Lq.
+        key: [B, Hkv, Lkv, D], Hq a multiple of Hkv, Lkv >= Lq, any strides.
+        key_valid: [B, Lkv] bool, False for padding; None if every key is valid.
+        params: Numbers of the policy "hybrid"; see supports.
+
+    Returns:
+        kv_num_blocks: [B, Hq, Nq] int32, partial blocks per row.
+        kv_buffer: [B, Hq, Nq, P + Nkv] int32 with P = partial_slots(...): the partial
+            blocks ascending from slot 0, the full ones ascending from slot P, undefined elsewhere.
+        full_kv_num_blocks: [B, Hq, Nq] int32, full blocks per row.
+        stats: [B, Hq, len(STAT_NAMES)] fp32; see reference.Selection.
+    """
+    with torch.cuda.device_of(query):
+        layout = Layout.of(query, key, key_valid, params)
+        mean_query, mean_key = pool(query, key, layout)
+        sums = probe(query, key, layout, scale=params.scale, audit_rows=params.audit_rows)
+        measured = masses(sums, layout, audit_rows=params.audit_rows)
+        del sums
+        audited = audit(mean_query, mean_key, measured, layout, scale=params.scale)
+        counts, buffer, full_counts = select(mean_query, mean_key, audited, layout, params)
+        statistics = stats(counts, full_counts, measured.c_struct, audited, layout, params)
+    return counts, buffer, full_counts, statistics

@@ -1,0 +1,106 @@
+"""Statistics of a routed call on the GPU: one row of STAT_NAMES per batch and query head.
+
+Oracle: reference.Selection.stats. Reads vectors of Nq and Nkv per head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crisp_flex.routing.guards import ROUTE_ALL_BLOCKS, ROUTE_BOTH_VIEWS
+from crisp_flex.routing.kernels.audit import COVERAGE_MARGIN, MULTIPLES, Audit
+from crisp_flex.routing.kernels.layout import Layout, first_keys
+from crisp_flex.routing.kernels.lines import choose_level
+from crisp_flex.routing.params import STAT_NAMES, RouteParams
+
+
+def stats(
+    counts: Tensor,
+    full_counts: Tensor,
+    c_struct: Tensor,
+    audited: Audit,
+    layout: Layout,
+    params: RouteParams,
+) -> Tensor:
+    """[B, Hq, len(STAT_NAMES)] fp32, in the order of STAT_NAMES."""
+    x = layout
+    out = c_struct.new_empty((x.B, x.Hq, len(STAT_NAMES)))
+    audits = audited.coverage.shape[2]
+    _stats_kernel[(x.B * x.Hq,)](
+        counts,
+        full_counts,
+        c_struct,
+        audited.coverage,
+        out,
+        x.first_valid,
+        x.Hq,
+        x.Lq,
+        x.Lkv,
+        params.coverage + COVERAGE_MARGIN,
+        BLOCK_Q=x.block_q,
+        BLOCK_KV=x.block_kv,
+        MULTIPLES=MULTIPLES,
+        AUDITS=audits,
+        AUDIT_SLOTS=triton.next_power_of_2(audits),
+        MINIMUM=params.coverage_reduce == "min",
+        COLUMNS=len(STAT_NAMES),
+        BOTH_VIEWS=ROUTE_BOTH_VIEWS,
+        ALL_BLOCKS=ROUTE_ALL_BLOCKS,
+        CHUNK=min(1024, triton.next_power_of_2(max(x.Nq, x.Nkv))),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["Hq", "Lq", "Lkv"])
+def _stats_kernel(
+    counts_ptr,
+    full_counts_ptr,
+    c_struct_ptr,
+    coverage_ptr,
+    out_ptr,
+    first_valid_ptr,
+    Hq,
+    Lq,
+    Lkv,
+    target,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MULTIPLES: tl.constexpr,
+    AUDITS: tl.constexpr,
+    AUDIT_SLOTS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BOTH_VIEWS: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (B * Hq,)."""
+    bh = tl.program_id(0).to(tl.int64)  # before the first multiply
+    Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
+    kept = tl.zeros([CHUNK], tl.int32)
+    for i in range(0, Nq, CHUNK):
+        row = i + tl.arange(0, CHUNK)
+        kept += tl.load(counts_ptr + bh * Nq + row, mask=row < Nq, other=0)
+        kept += tl.load(full_counts_ptr + bh * Nq + row, mask=row < Nq, other=0)
+    visible = tl.zeros([CHUNK], tl.int32)
+    for j in range(0, Nkv, CHUNK):
+        blk = j + tl.arange(0, CHUNK)
+        keys = first_keys(first_valid_ptr, bh // Hq, blk, Nkv, BLOCK_KV)
+        # visible to all rows from the one on whose last query is at or past the first valid key
+        first_row = tl.maximum(keys - (Lkv - Lq), 0) // BLOCK_Q
+        visible += tl.where(keys < Lkv, Nq - first_row, 0)
+    chosen, coverage = choose_level(
+        coverage_ptr + bh * AUDITS * 8, target, AUDITS, AUDIT_SLOTS, MINIMUM
+    )
+    multiple = tl.full([], 0.0, tl.float32)
+    for i in tl.static_range(7):
+        multiple = tl.where(chosen == i + 1, MULTIPLES[i], multiple)
+    out_ptr += bh * COLUMNS
+    tl.store(out_ptr, tl.sum(kept, 0).to(tl.float32))
+    tl.store(out_ptr + 1, tl.sum(visible, 0).to(tl.float32))
+    tl.store(out_ptr + 2, tl.load(c_struct_ptr + bh))
+    tl.store(out_ptr + 3, coverage)
+    tl.store(out_ptr + 4, multiple)
+    tl.store(out_ptr + 5, tl.where(chosen == 0, ALL_BLOCKS, BOTH_VIEWS))
