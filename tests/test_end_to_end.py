@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import causal, causal_mask, padded_mask
-from masked_attention import kept_blocks, masked_attention, relative_error
+from masked_attention import masked_attention, relative_error
+from routed_blocks import routed_blocks
 
 import crisp_flex
 from crisp_flex import CrispConfig, CrispFlexBackend, Reason
-from crisp_flex.routing import ops
-from crisp_flex.routing.params import RouteParams
 
 SPARSE = CrispConfig(
     min_seqlen=128, policy="streaming", streaming_blocks=1, dense_last_blocks=0, max_uncovered=1.0
@@ -20,14 +19,6 @@ SPARSE = CrispConfig(
 def inference():
     with torch.no_grad():
         yield
-
-
-def lists(q, k, config, key_valid=None):
-    params = RouteParams.from_config(config, D=q.shape[3])
-    counts, buffer, full_counts, _ = ops.route(q, k, key_valid, params)
-    Nkv = -(-k.shape[2] // params.block_kv)
-    P = buffer.shape[3] - Nkv
-    return kept_blocks(counts, buffer[..., :Nkv], full_counts, buffer[..., P:], Nkv)
 
 
 def reasons(backend):
@@ -48,7 +39,7 @@ def test_all_blocks_kept_equals_dense(L, qkv):
 def test_fewer_blocks_equal_the_masked_reference_and_differ_from_dense(L, qkv):
     q, k, v = qkv(Hq=6, Hkv=2, Lq=L, D=32)
     got = torch.compile(causal_mask, backend=CrispFlexBackend(SPARSE), fullgraph=True)(q, k, v)
-    keep = lists(q, k, SPARSE)
+    keep = routed_blocks(q, k, SPARSE)
     assert keep.sum() < keep.numel() * 0.5
     assert relative_error(got, masked_attention(q, k, v, keep)) < 2e-6
     assert relative_error(got, causal(q, k, v)) > 0.1
@@ -61,7 +52,7 @@ def test_left_padding_never_reads_padded_keys(qkv):
     fn = torch.compile(padded_mask, backend=CrispFlexBackend(SPARSE), fullgraph=True)
     got = fn(q, k, v, attention_mask)
     valid = attention_mask.bool()
-    want = masked_attention(q, k, v, lists(q, k, SPARSE, valid), key_valid=valid)
+    want = masked_attention(q, k, v, routed_blocks(q, k, SPARSE, valid), key_valid=valid)
     assert relative_error(got, want) < 2e-6
     v[0, :, :170] = 1e4  # poison what row 0 must not see
     assert torch.equal(fn(q, k, v, attention_mask)[0, :, 170:], got[0, :, 170:])
@@ -74,7 +65,7 @@ def test_dynamic_lengths_take_one_sparse_and_one_dense_graph(qkv):
         q, k, v = qkv(Lq=L, D=32)
         want = causal(q, k, v)
         if SPARSE.min_seqlen <= L:
-            want = masked_attention(q, k, v, lists(q, k, SPARSE))
+            want = masked_attention(q, k, v, routed_blocks(q, k, SPARSE))
         assert relative_error(fn(q, k, v), want) < 2e-6, L
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert reasons(backend) == [Reason.TOO_SHORT]
@@ -89,7 +80,7 @@ def test_a_length_that_is_an_expression_compiles(qkv):
     got = torch.compile(shortened, backend=backend, dynamic=True)(q, k, v)
     assert [len(report.rewritten) for report in backend.reports.values()] == [1]
     q, k, v = (x[:, :, :-1] for x in (q, k, v))
-    assert relative_error(got, masked_attention(q, k, v, lists(q, k, SPARSE))) < 2e-6
+    assert relative_error(got, masked_attention(q, k, v, routed_blocks(q, k, SPARSE))) < 2e-6
 
 
 def test_fused_projection_and_epilogue(qkv):

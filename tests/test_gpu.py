@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import causal, causal_mask, padded_mask
-from masked_attention import kept_blocks, masked_attention, relative_error
+from masked_attention import masked_attention, relative_error
+from routed_blocks import routed_blocks
 
 import crisp_flex
 from crisp_flex import CrispConfig, CrispFlexBackend, flex_hop
@@ -26,12 +27,8 @@ def compiled(fn, kernel, **settings):
     return torch.compile(fn, backend=backend), backend
 
 
-def lists(q, k, key_valid=None, **settings):
-    params = RouteParams.from_config(CrispConfig(dense_last_blocks=0, **settings), D=q.shape[3])
-    counts, buffer, full_counts, _ = ops.route(q, k, key_valid, params)
-    Nkv = -(-k.shape[2] // params.block_kv)
-    P = buffer.shape[3] - Nkv
-    return kept_blocks(counts, buffer[..., :Nkv], full_counts, buffer[..., P:], Nkv)
+def lists(q, k, key_valid=None):
+    return routed_blocks(q, k, CrispConfig(dense_last_blocks=0), key_valid)
 
 
 def peaky(B, Hq, Hkv, L, D, dtype=torch.bfloat16):
