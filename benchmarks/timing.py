@@ -1,6 +1,7 @@
 """Warm-up, repeats, median and quartiles, and where it ran: the only place with a clock."""
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -35,16 +36,21 @@ def measure(fn, *, warmup=3, repeats=10):
 
 def where():
     """Machine, versions and commit, for each row of results."""
-    import triton
+    try:
+        import triton
 
+        triton_version = triton.__version__
+    except ModuleNotFoundError:  # a CPU build of torch brings none
+        triton_version = ""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
     return {
         "machine": gpu,
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": triton_version,
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -45,7 +45,8 @@ def route(
     Raises:
         InputError: Shapes, dtypes or devices do not fit together.
 
-    Source: CRISP, arXiv 2609.01925; hybrid policy: docs of this project.
+    Source: CRISP, arXiv 2609.01925; the policy "hybrid" is our own
+    (README, How it works).
     """
     _check_inputs(query, key, key, key_valid)
     config = config if config is not None else CrispConfig()

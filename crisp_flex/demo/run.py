@@ -21,7 +21,7 @@ from crisp_flex.demo.screen import step, write
 from crisp_flex.report import RewriteReport
 from crisp_flex.routing.ops import observe
 
-# The KL is a mean over the last positions of the prompt (design/algorithm.md, section 3).
+# The KL is a mean over the last positions of the prompt.
 POSITIONS = 1024
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -105,7 +105,7 @@ def _device_and_dtype(options: DemoOptions) -> tuple[str, torch.dtype]:
         raise DemoError(
             f"--device is {device}, and torch sees no such CUDA device: use --device cpu."
         )
-    # bf16 takes five times as long as fp32 on CPUs without bf16 units (design/huggingface.md, 3)
+    # bf16 takes five times as long as fp32 on CPUs without bf16 units
     default = "bfloat16" if kind == "cuda" else "float32"
     return device, DTYPES[options.dtype or default]
 
