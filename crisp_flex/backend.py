@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from crisp_flex.errors import ConfigError, CrispFlexError
 from crisp_flex.passes.pipeline import run_passes
 from crisp_flex.report import RewriteReport
 
-log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 _backends: weakref.WeakKeyDictionary[Any, CrispFlexBackend] = weakref.WeakKeyDictionary()
@@ -75,7 +73,6 @@ class CrispFlexBackend:
                 "model, so nothing in it is sparse; crisp_flex.explain(model, ...) shows the rest",
                 stacklevel=2,
             )
-        log.debug("%s", report)
         if any(site.kernel == "CPU" for site in report.rewritten):
             # Inductor's C++ flex template raises where a pointwise epilogue is fused into it
             patches["epilogue_fusion"] = False
