@@ -15,6 +15,7 @@ import sys
 from unittest.mock import patch
 
 import torch
+import triton
 from bench_attention import structured
 from cases import HEADS, LENGTHS
 from timing import measure, where, write_rows
@@ -24,7 +25,7 @@ from crisp_flex.routing import reference
 from crisp_flex.routing.kernels.audit import audit
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.masses import masses
-from crisp_flex.routing.kernels.pool import pool
+from crisp_flex.routing.kernels.pool import pool_split
 from crisp_flex.routing.kernels.probe import probe
 from crisp_flex.routing.kernels.route import route
 from crisp_flex.routing.kernels.select import select
@@ -33,9 +34,14 @@ from crisp_flex.routing.params import STAT_NAMES, RouteParams
 
 CHECKED_TOKENS = 4096 + 37
 # the modules behind the launchers of the same names
-probe_module, select_module = (sys.modules[f.__module__] for f in (probe, select))
+probe_module, masses_module, audit_module, select_module = (
+    sys.modules[f.__module__] for f in (probe, masses, audit, select)
+)
 # Share of kept blocks that may differ, all of them at their thresholds (the tests look at each).
 DIFFERING_BLOCKS = 1e-3
+
+
+STAGES = ("pool", "probe", "masses", "audit", "select", "stats")
 
 
 def check(name, params):
@@ -90,18 +96,18 @@ def bench(name, length, args):
     check(name, params)
     q, k, _ = structured(heads, L)
     layout = Layout.of(q, k, None, params)
-    means = pool(q, k, layout)
+    mean_query, keys = pool_split(q, k, layout)
     numbers = {"scale": params.scale, "audit_rows": params.audit_rows}
     sums = probe(q, k, layout, **numbers)
     measured = masses(sums, layout, audit_rows=params.audit_rows)
-    audited = audit(*means, measured, layout, scale=params.scale)
-    counts, _, full_counts = select(*means, audited, layout, params)
+    audited = audit(mean_query, keys, measured, layout, scale=params.scale)
+    counts, _, full_counts = select(mean_query, keys, audited, layout, params)
     stages = {
-        "pool": lambda: pool(q, k, layout),
+        "pool": lambda: pool_split(q, k, layout),
         "probe": lambda: probe(q, k, layout, **numbers),
         "masses": lambda: masses(sums, layout, audit_rows=params.audit_rows),
-        "audit": lambda: audit(*means, measured, layout, scale=params.scale),
-        "select": lambda: select(*means, audited, layout, params),
+        "audit": lambda: audit(mean_query, keys, measured, layout, scale=params.scale),
+        "select": lambda: select(mean_query, keys, audited, layout, params),
         "stats": lambda: stats(counts, full_counts, measured.c_struct, audited, layout, params),
     }
     torch.cuda.synchronize()
@@ -135,21 +141,36 @@ def bench(name, length, args):
 SWEEP = {
     probe_module: [
         {},
-        {"TILE_ROWS": 256, "REGISTERS": None},
-        {"NUM_WARPS": 4, "REGISTERS": None},
-        {"NUM_STAGES": 3, "REGISTERS": None},
         {"REGISTERS": None},
-        {"SPLIT_BLOCKS": 32, "SHORT_SPLIT_BLOCKS": 8},
-        {"SPLIT_BLOCKS": 8, "SHORT_SPLIT_BLOCKS": 2},
+        {"NUM_WARPS": 4, "REGISTERS": None},
+        {"TILE_ROWS": 256, "REGISTERS": None},
+        {"TILE_ROWS": 256, "NUM_WARPS": 16, "REGISTERS": None},
+        {"NUM_STAGES": 3},
+        {"LEAST_SPLIT": 16, "MOST_SPLIT": 64},
+        {"LEAST_SPLIT": 4, "MOST_SPLIT": 16},
     ],
+    masses_module: [
+        {},
+        {"MASS_TILE": 32},
+        {"MASS_TILE": 8},
+        {"MASS_BLOCKS": 256},
+        {"MASS_BLOCKS": 64},
+        {"MASS_SPLITS": 16},
+        {"MASS_TILE": 32, "MASS_WARPS": 8},
+    ],
+    audit_module: [{}, {"MAP_KEYS": 32}, {"MAP_KEYS": 128}],
     select_module: [
         {},
-        {"TILE_ROWS": 16, "SHORT_TILE_ROWS": 16, "BLOCK_J": 128},
-        {"TILE_ROWS": 32, "SHORT_TILE_ROWS": 32, "NUM_WARPS": 8},
-        {"TILE_ROWS": 64, "SHORT_TILE_ROWS": 32, "NUM_WARPS": 8},
-        {"BLOCK_K": 16},
-        {"PRECISION": "tf32x3"},
-        {"PRECISION": "tf32x3", "TILE_ROWS": 64, "NUM_WARPS": 8},
+        {"NUM_STAGES": 1},
+        {"NUM_STAGES": 3},
+        {"BLOCK_J": 32},
+        {"BLOCK_J": 32, "NUM_STAGES": 3},
+        {"BLOCK_J": 128, "NUM_WARPS": 8, "NUM_STAGES": 1},
+        {"NUM_WARPS": 8},
+        {"TILE_ROWS": 128, "NUM_WARPS": 8, "BLOCK_J": 32},
+        {"TILE_ROWS": 128, "NUM_WARPS": 8},
+        {"TILE_ROWS": 32, "SHORT_TILE_ROWS": 32},
+        {"TILE_ROWS": 16, "SHORT_TILE_ROWS": 64},
     ],
 }
 
@@ -160,20 +181,27 @@ def sweep(name, length, args):
     params = RouteParams.from_config(CrispConfig(policy="hybrid"), D=heads.D)
     q, k, _ = structured(heads, LENGTHS[length])
     layout = Layout.of(q, k, None, params)
-    means = pool(q, k, layout)
+    mean_query, keys = pool_split(q, k, layout)
     numbers = {"scale": params.scale, "audit_rows": params.audit_rows}
-    measured = masses(probe(q, k, layout, **numbers), layout, audit_rows=params.audit_rows)
-    audited = audit(*means, measured, layout, scale=params.scale)
+    sums = probe(q, k, layout, **numbers)
+    measured = masses(sums, layout, audit_rows=params.audit_rows)
+    audited = audit(mean_query, keys, measured, layout, scale=params.scale)
     calls = {
         probe_module: lambda: probe(q, k, layout, **numbers),
-        select_module: lambda: select(*means, audited, layout, params),
+        masses_module: lambda: masses(sums, layout, audit_rows=params.audit_rows),
+        audit_module: lambda: audit(mean_query, keys, measured, layout, scale=params.scale),
+        select_module: lambda: select(mean_query, keys, audited, layout, params),
     }
     for module, variants in SWEEP.items():
         for changes in variants:
             with contextlib.ExitStack() as stack:
                 for constant, value in changes.items():
                     stack.enter_context(patch.object(module, constant, value))
-                milliseconds = graph_time(calls[module], args.repeats)
+                try:
+                    milliseconds = graph_time(calls[module], args.repeats)
+                except triton.runtime.errors.OutOfResources as error:
+                    print(f"  {changes}: {error}")
+                    continue
             stage = module.__name__.rsplit(".", 1)[1]
             yield {
                 "row": "sweep", "heads": name, "length": length, "stage": stage,
@@ -218,7 +246,7 @@ def main():
                     continue
                 row = bench(name, length, args)
                 print(f"{name} {length}: density {row['density']}, peak {row['peak_mib']} MiB")
-                for stage in ("pool", "probe", "masses", "audit", "select", "stats"):
+                for stage in STAGES:
                     times = [row[f"{stage}_{x}"] for x in ("ms", "bytes_floor_ms", "ops_floor_ms")]
                     print(f"  {stage:7} {times[0]:8.4f} ms   floors {times[1]:.4f} {times[2]:.4f}")
                 print(

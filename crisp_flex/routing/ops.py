@@ -29,7 +29,8 @@ _observers: list[tuple[Observer, Iterator[int]]] = []
 _PARAMS = ", ".join(f"{f.type} {f.name}" for f in dataclasses.fields(RouteParams))
 torch.library.define(
     "crisp_flex::route",
-    f"(Tensor query, Tensor key, Tensor? key_valid, {_PARAMS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor query, Tensor key, Tensor? key_valid, {_PARAMS}, *, Tensor? q_offset=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
 torch.library.define(
@@ -37,7 +38,13 @@ torch.library.define(
 )
 
 
-def route(query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams) -> RouteResult:
+def route(
+    query: Tensor,
+    key: Tensor,
+    key_valid: Tensor | None,
+    params: RouteParams,
+    q_offset: Tensor | None = None,
+) -> RouteResult:
     """Choose the KV blocks of every query block.
 
     Args:
@@ -46,6 +53,8 @@ def route(query: Tensor, key: Tensor, key_valid: Tensor | None, params: RoutePar
             0 .. i + Lkv - Lq.
         key_valid: [B, Lkv] bool, False where a key is padding; None if every key is valid.
         params: Scale, block sizes and policy.
+        q_offset: [1] integer position of query 0 where it is only known when the graph runs (a
+            cache longer than its filling): query i sees keys 0 .. i + q_offset. None is Lkv - Lq.
 
     Returns:
         kv_num_blocks: [B, Hq, Nq] int32, partial blocks of each query block.
@@ -53,7 +62,10 @@ def route(query: Tensor, key: Tensor, key_valid: Tensor | None, params: RoutePar
         full_kv_num_blocks: [B, Hq, Nq] int32, blocks in which every pair is visible.
         stats: [B, Hq, len(STAT_NAMES)] fp32.
     """
-    return torch.ops.crisp_flex.route.default(query, key, key_valid, *params.as_args())  # type: ignore[no-any-return]
+    result: RouteResult = torch.ops.crisp_flex.route.default(
+        query, key, key_valid, *params.as_args(), q_offset=q_offset
+    )
+    return result
 
 
 @contextlib.contextmanager
@@ -73,26 +85,34 @@ def observe(callback: Observer) -> Iterator[None]:
 
 @torch.library.impl("crisp_flex::route", "cpu")
 def _route_cpu(
-    query: Tensor, key: Tensor, key_valid: Tensor | None, *args: float | int | str
+    query: Tensor,
+    key: Tensor,
+    key_valid: Tensor | None,
+    *args: float | int | str,
+    q_offset: Tensor | None = None,
 ) -> RouteResult:
     from crisp_flex.routing import reference
 
-    return _observed(reference.route(query, key, key_valid, _params(args)))
+    return _observed(reference.route(query, key, key_valid, _params(args), q_offset))
 
 
 @torch.library.impl("crisp_flex::route", "cuda")
 def _route_cuda(
-    query: Tensor, key: Tensor, key_valid: Tensor | None, *args: float | int | str
+    query: Tensor,
+    key: Tensor,
+    key_valid: Tensor | None,
+    *args: float | int | str,
+    q_offset: Tensor | None = None,
 ) -> RouteResult:
-    params = _params(args)
-    if params.policy == "hybrid":  # the other policies run as the eager reference on CUDA too
-        from crisp_flex.routing.kernels import route as kernels
+    from crisp_flex.routing.kernels import dispatch
 
-        if kernels.supports(query, key, params):
-            return _observed(kernels.route(query, key, key_valid, params))
+    params = _params(args)
+    # an offset in a tensor runs as the eager reference
+    if q_offset is None and dispatch.supports(query, key, params):
+        return _observed(dispatch.route(query, key, key_valid, params))
     from crisp_flex.routing import reference
 
-    return _observed(reference.route(query, key, key_valid, params))
+    return _observed(reference.route(query, key, key_valid, params, q_offset))
 
 
 def _observed(result: RouteResult) -> RouteResult:
@@ -103,14 +123,20 @@ def _observed(result: RouteResult) -> RouteResult:
 
 @torch.library.register_fake("crisp_flex::route")
 def _route_fake(
-    query: Tensor, key: Tensor, key_valid: Tensor | None, *args: float | int | str
+    query: Tensor,
+    key: Tensor,
+    key_valid: Tensor | None,
+    *args: float | int | str,
+    q_offset: Tensor | None = None,
 ) -> RouteResult:
     params = _params(args)
     B, Hq, Lq = query.shape[:3]
     Nq = (Lq + params.block_q - 1) // params.block_q
     Lkv = key.shape[2]
     Nkv = (Lkv + params.block_kv - 1) // params.block_kv
-    P = partial_slots(params.block_q, params.block_kv, Lq, Lkv, key_valid is not None)
+    P = partial_slots(
+        params.block_q, params.block_kv, Lq, Lkv, key_valid is not None, q_offset is not None
+    )
     kv_num_blocks = query.new_empty((B, Hq, Nq), dtype=torch.int32)
     kv_buffer = query.new_empty((B, Hq, Nq, P + Nkv), dtype=torch.int32)
     stats = query.new_empty((B, Hq, len(STAT_NAMES)), dtype=torch.float32)

@@ -53,7 +53,7 @@ class RouteParams:
     @classmethod
     def from_config(cls, config: CrispConfig, *, D: int, scale: float | None = None) -> RouteParams:
         """The parameters for one attention site of head dim D under config."""
-        block_q, block_kv = config.block_size
+        block_q, block_kv = config.tokens_per_block
         return cls(
             scale=1.0 / math.sqrt(D) if scale is None else scale,
             block_q=block_q,

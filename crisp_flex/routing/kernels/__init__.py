@@ -1,1 +1,1 @@
-"""Triton kernels of policy "hybrid", a file a stage; imported only when a CUDA call takes them."""
+"""Triton kernels of crisp_flex::route, a file a stage; imported only when a CUDA call runs."""

@@ -89,10 +89,22 @@ class Layout:
         return (self.block_q + self.block_kv - 3) // self.block_kv + 2
 
     @property
+    def phases(self) -> int:
+        """Query blocks after which the places of their rows within key blocks repeat."""
+        return max(self.block_kv // self.block_q, 1)
+
+    @property
     def proxy_is_last_audit(self) -> bool:
         """The proxy rows are known to be exactly the last query block."""
         aligned = self.Lq % WINDOW_TOKENS == 0 and self.block_q == WINDOW_TOKENS
         return self.key_valid is None and aligned
+
+    @property
+    def proxy_slots(self) -> int:
+        """Query blocks that hold proxy rows, at most."""
+        if self.proxy_is_last_audit:
+            return 1
+        return (WINDOW_TOKENS + self.block_q - 2) // self.block_q + 1
 
     @property
     def planes(self) -> int:

@@ -66,6 +66,21 @@ def mean_floor(rest, others, entries):
 
 
 @triton.jit
+def row_threshold(rest, total, count):
+    """mean_floor of a pooled row from sums of its weights, in the unit of the weights.
+
+    Not divided by total: a lone block between the two ends stays exactly its own mean.
+
+    Args:
+        rest: Sum of the weights without the first and the last visible block.
+        total: Sum of all weights.
+        count: Visible blocks.
+    """
+    least = 1.0 / (1024 * tl.maximum(count, 1)).to(tl.float32)
+    return tl.maximum(rest / tl.maximum(count - 2, 1).to(tl.float32), total * least)
+
+
+@triton.jit
 def value_level(value, floor, MULTIPLES: tl.constexpr, FACTOR: tl.constexpr):
     """int32: how many of the ascending multiples m hold value > FACTOR * m * floor."""
     level = tl.zeros(value.shape, tl.int32)
@@ -79,16 +94,6 @@ def line_level(mass, floor, anchor, entry, MULTIPLES: tl.constexpr, FACTOR: tl.c
     """Level of lines: all multiples for an anchor, none for what does not occur."""
     level = tl.where(entry, value_level(mass, floor, MULTIPLES, FACTOR), 0)
     return tl.where(anchor, 7, level)
-
-
-@triton.jit
-def always_kept(blk, lo, hi, first_block, last_block, BLOCK_KV: tl.constexpr):
-    """Blocks that every policy keeps, visible or not.
-
-    The distance bins that touch block blk of the row are lo - blk .. hi - blk.
-    """
-    recent = (blk >= lo - (WINDOW - 1) // BLOCK_KV) & (blk <= hi)
-    return recent | (blk == first_block) | (blk == last_block)
 
 
 @triton.jit

@@ -22,8 +22,10 @@ from crisp_flex.routing.kernels.layout import (
 from crisp_flex.routing.kernels.probe import Sums
 from crisp_flex.routing.kernels.tile import log2_sum
 
-# Key blocks per program of the reduction.
-MASS_BLOCKS = 128
+# Key blocks per program of the reduction, and at once; splits of the rows' sums at once.
+MASS_BLOCKS = 64
+MASS_TILE = 16
+MASS_SPLITS = 32
 MASS_WARPS = 4
 
 
@@ -35,15 +37,20 @@ class Masses:
         mass: [B, Hq, audit_rows + planes, Nkv] fp32: per key block of each audited block, then of
             the proxy rows by distance plane; the planes add up to p_v.
         c_struct: [B, Hq] fp32.
+        by_slot: [B, Hq, slots, Nkv] fp32: p_v split by the query blocks of the proxy rows, the
+            last one first; slots 0 unless asked for.
     """
 
     mass: Tensor
     c_struct: Tensor
+    by_slot: Tensor
 
 
-def masses(sums: Sums, layout: Layout, *, audit_rows: int) -> Masses:
+def masses(sums: Sums, layout: Layout, *, audit_rows: int, by_slot: bool = False) -> Masses:
     """The masses that the sums of one pass hold."""
     x = layout
+    slots = x.proxy_slots if by_slot else 0
+    slot_mass = sums.proxy_tiles.new_empty((x.B, x.Hq, slots, x.Nkv))
     own = sums.audit_tiles.shape[2]
     mass = sums.proxy_tiles.new_empty((x.B, x.Hq, audit_rows + x.planes, x.Nkv))
     c_struct = sums.proxy_tiles.new_empty((x.B, x.Hq))
@@ -54,6 +61,7 @@ def masses(sums: Sums, layout: Layout, *, audit_rows: int) -> Masses:
         sums.proxy_splits,
         mass,
         c_struct,
+        slot_mass,
         x.bounds,
         x.Hq,
         x.Lq,
@@ -64,11 +72,13 @@ def masses(sums: Sums, layout: Layout, *, audit_rows: int) -> Masses:
         AUDITS=audit_rows,
         OWN_AUDITS=own,
         PLANES=x.planes,
+        SLOTS=slots,
         CHUNK=MASS_BLOCKS,
-        BLOCK_J=32,
+        BLOCK_J=MASS_TILE,
+        SPLITS=MASS_SPLITS,
         num_warps=MASS_WARPS,
     )
-    return Masses(mass, c_struct)
+    return Masses(mass, c_struct, slot_mass)
 
 
 @triton.jit(do_not_specialize=["Hq", "Lq", "Lkv", "split_blocks"])
@@ -79,6 +89,7 @@ def _mass_kernel(
     proxy_split_ptr,
     mass_ptr,
     c_struct_ptr,
+    slot_ptr,
     bounds_ptr,
     Hq,
     Lq,
@@ -89,8 +100,10 @@ def _mass_kernel(
     AUDITS: tl.constexpr,
     OWN_AUDITS: tl.constexpr,
     PLANES: tl.constexpr,
+    SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Grid (chunks of key blocks, row sets, B * Hq): masses of a row set in a chunk."""
     chunk = tl.program_id(0)
@@ -108,7 +121,7 @@ def _mass_kernel(
         tile_ptr = audit_tile_ptr + (bh * OWN_AUDITS + step) * Nkv * BLOCK_Q
         split_ptr = audit_split_ptr + (bh * OWN_AUDITS + step) * splits * BLOCK_Q
         used = tl.cdiv(seen, split_blocks)
-        weight, log2_total = _row_weights(first, lo, hi, split_ptr, used, BLOCK_Q)
+        weight, log2_total = _row_weights(first, lo, hi, split_ptr, used, BLOCK_Q, SPLITS)
         for j in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, Nkv), BLOCK_J):
             blk = j + tl.arange(0, BLOCK_J)
             mass = _tile_mass(tile_ptr, blk, seen, weight, log2_total, BLOCK_Q)
@@ -119,7 +132,7 @@ def _mass_kernel(
         tile_ptr = proxy_tile_ptr + bh * PLANES * Nkv * WINDOW
         split_ptr = proxy_split_ptr + bh * 2 * splits * WINDOW
         used = tl.cdiv(seen, split_blocks)
-        proxy_weight, proxy_total = _row_weights(first, lo, hi, split_ptr, used, WINDOW)
+        proxy_weight, proxy_total = _row_weights(first, lo, hi, split_ptr, used, WINDOW, SPLITS)
         for j in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, Nkv), BLOCK_J):
             blk = j + tl.arange(0, BLOCK_J)
             total = tl.zeros([BLOCK_J], tl.float32)
@@ -131,16 +144,25 @@ def _mass_kernel(
             if OWN_AUDITS < AUDITS:
                 # the proxy rows are the last audited block
                 tl.store(mass_ptr + (AUDITS - 1) * Nkv + blk, total, mask=blk < Nkv)
+            for s in tl.static_range(SLOTS):
+                last = tl.maximum(hi - 1 - offset, 0) // BLOCK_Q
+                row = tl.maximum(first + tl.arange(0, WINDOW) - offset, 0)
+                weight = tl.where(row // BLOCK_Q == last - s, proxy_weight, 0.0)
+                part = tl.zeros([BLOCK_J], tl.float32)
+                for c in tl.static_range(PLANES):
+                    plane_ptr = tile_ptr + c * tl.cast(Nkv, tl.int64) * WINDOW
+                    part += _tile_mass(plane_ptr, blk, seen, weight, proxy_total, WINDOW)
+                tl.store(slot_ptr + (bh * SLOTS + s) * Nkv + blk, part, mask=blk < Nkv)
         if chunk == 0:
             _, log2_structure = _row_weights(
-                first, lo, hi, split_ptr + splits * WINDOW, used, WINDOW
+                first, lo, hi, split_ptr + splits * WINDOW, used, WINDOW, SPLITS
             )
             shares = tl.exp2(log2_structure - proxy_total) * proxy_weight
             tl.store(c_struct_ptr + bh, tl.sum(shares, 0))
 
 
 @triton.jit
-def _row_weights(first, lo, hi, split_ptr, used, ROWS: tl.constexpr):
+def _row_weights(first, lo, hi, split_ptr, used, ROWS: tl.constexpr, SPLITS: tl.constexpr):
     """Weight of each row in a mean over those that count, and log2 of its sum over used splits.
 
     The log2 of a row that does not count is 0, so that differences with it are no NaN.
@@ -150,13 +172,13 @@ def _row_weights(first, lo, hi, split_ptr, used, ROWS: tl.constexpr):
     weight = counts.to(tl.float32) / tl.maximum(tl.sum(counts.to(tl.float32), 0), 1.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for s in range(0, used, 16):
-        split = s + tl.arange(0, 16)
+    for s in range(0, used, SPLITS):
+        split = s + tl.arange(0, SPLITS)
         sums = tl.load(
             split_ptr + split[:, None] * ROWS + row[None, :],
             mask=(split < used)[:, None] & counts[None, :],
             other=float("-inf"),
-        )  # [16, ROWS]
+        )  # [SPLITS, ROWS]
         new_top = tl.maximum(top, tl.max(sums, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp2(top - base) + tl.sum(tl.exp2(sums - base[None, :]), 0)

@@ -11,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from crisp_flex.routing.kernels.layout import Layout, bounds_of
+from crisp_flex.routing.kernels.pooled import SplitKeys, split
 
-# Not measured yet: one tile a program, so only enough warps for 16-byte loads in flight.
+# One tile a program, so only enough warps for 16-byte loads in flight: 1.14 times the floor on an
+# H200 at 128k (2026-11-30, bench_route).
 NUM_WARPS = 4
 
 
@@ -30,11 +32,37 @@ def pool(query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     x = layout
     mean_query = query.new_empty((x.B, x.Hq, x.Nq, x.D), dtype=torch.float32)
     mean_key = query.new_empty((x.B, x.Hkv, x.Nkv, x.D), dtype=torch.float32)
+    _launch(query, key, mean_query, mean_key, None, layout)
+    return mean_query, mean_key
+
+
+def pool_split(query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, SplitKeys]:
+    """As pool, with the keys as the pairs that kernels/pooled.py takes."""
+    x = layout
+    mean_query = query.new_empty((x.B, x.Hq, x.Nq, x.D), dtype=torch.float32)
+    keys = SplitKeys(
+        parts=query.new_empty((2, x.B, x.Hkv, x.Nkv, x.D), dtype=torch.float16),
+        scale=query.new_empty((x.B, x.Hkv, x.Nkv), dtype=torch.float32),
+    )
+    _launch(query, key, mean_query, keys.parts, keys.scale, layout)
+    return mean_query, keys
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    mean_query: Tensor,
+    mean_key: Tensor,
+    key_scale: Tensor | None,
+    layout: Layout,
+) -> None:
+    x = layout
     _pool_kernel[(x.Nq * x.Hq + x.Nkv * x.Hkv, x.B)](
         query,
         key,
         mean_query,
         mean_key,
+        key_scale,
         x.key_valid,
         x.bounds,
         *query.stride(),
@@ -49,7 +77,6 @@ def pool(query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         BLOCK_KV=x.block_kv,
         num_warps=NUM_WARPS,
     )
-    return mean_query, mean_key
 
 
 @triton.jit(do_not_specialize=["Hq", "Hkv", "Lq", "Lkv"])
@@ -58,6 +85,7 @@ def _pool_kernel(
     k_ptr,
     mean_q_ptr,
     mean_k_ptr,
+    key_scale_ptr,
     key_valid_ptr,
     bounds_ptr,
     stride_qb,
@@ -83,6 +111,7 @@ def _pool_kernel(
     b = tl.program_id(1).to(tl.int64)
     Nq = tl.cdiv(Lq, BLOCK_Q)
     Nkv = tl.cdiv(Lkv, BLOCK_KV)
+    d = tl.arange(0, BLOCK_D)
     if pid < Nq * Hq:
         h = (pid // Nq).to(tl.int64)
         block = pid % Nq
@@ -93,8 +122,9 @@ def _pool_kernel(
             position = q_token + (Lkv - Lq)
             q_valid = q_valid & (position >= start) & (position < end)
         x_ptr = q_ptr + b * stride_qb + h * stride_qh
+        mean = _mean(x_ptr, q_token, q_valid, stride_ql, stride_qd, D, BLOCK_D)
         out_ptr = mean_q_ptr + ((b * Hq + h) * Nq + block) * D
-        _store_mean(x_ptr, out_ptr, q_token, q_valid, stride_ql, stride_qd, D, BLOCK_D)
+        tl.store(out_ptr + d, mean, mask=d < D)
     else:
         pid = pid - Nq * Hq
         h = (pid // Nkv).to(tl.int64)
@@ -105,19 +135,27 @@ def _pool_kernel(
             there = tl.load(key_valid_ptr + b * Lkv + k_token, mask=k_valid, other=0)
             k_valid = k_valid & (there != 0)
         x_ptr = k_ptr + b * stride_kb + h * stride_kh
-        out_ptr = mean_k_ptr + ((b * Hkv + h) * Nkv + block) * D
-        _store_mean(x_ptr, out_ptr, k_token, k_valid, stride_kl, stride_kd, D, BLOCK_D)
+        mean = _mean(x_ptr, k_token, k_valid, stride_kl, stride_kd, D, BLOCK_D)
+        vector = (b * Hkv + h) * Nkv + block
+        k_out_ptr = mean_k_ptr + vector * D
+        if key_scale_ptr is None:
+            tl.store(k_out_ptr + d, mean, mask=d < D)
+        else:
+            hi, lo, scale = split(mean[None, :])
+            low_stride = tl.cast(tl.num_programs(1), tl.int64) * Hkv * Nkv * D
+            mask = (d < D)[None, :]
+            tl.store(k_out_ptr + d[None, :], hi, mask=mask)
+            tl.store(k_out_ptr + low_stride + d[None, :], lo, mask=mask)
+            tl.store(key_scale_ptr + vector + tl.arange(0, 1), scale)
 
 
 @triton.jit
-def _store_mean(
-    x_ptr, out_ptr, token, valid, stride_l, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Mean over the valid tokens [BLOCK_L] of x, to out [D]."""
+def _mean(x_ptr, token, valid, stride_l, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK_D] fp32: mean over the valid tokens [BLOCK_L] of x."""
     d = tl.arange(0, BLOCK_D)
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * stride_l + d[None, :] * stride_d
     # masked, not multiplied: what stands in padding may be NaN
     x = tl.load(x_ptrs, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
     # a short or padded block divides by its own token count
     tokens = tl.maximum(tl.sum(valid.to(tl.int32), 0), 1).to(tl.float32)
-    tl.store(out_ptr + d, tl.sum(x, 0) / tokens, mask=d < D)
+    return tl.sum(x, 0) / tokens

@@ -9,6 +9,7 @@ tl.dot and exp2 (as many of each as attention's forward has for these rows); the
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,19 +25,17 @@ from crisp_flex.routing.kernels.layout import (
     key_blocks_seen,
     proxy_range,
 )
-from crisp_flex.routing.kernels.tile import LOG2_E, add_tile, log2_sum
+from crisp_flex.routing.kernels.tile import LOG2_E, add_tile, log2_sum, structure_sum
 
-# Not measured yet; registers and shared memory by offline compilation for sm_90 (triton 3.6, bf16,
-# D 128, 8 warps): 128 registers, which the proxy rows exceed by 116 bytes of spills, and 97 KiB, so
-# that two programs share a multiprocessor, one in its dots while the other is in its exponentials.
-# 256 rows (2 heads) would halve the reads of K in L2.
+# H200, 2026-11-30, bench_route --sweep at 8k, 32k and 128k (32/8 heads, D 128, bf16): the best of
+# eight. 128 registers, so that two programs share a multiprocessor, one in its dots while the other
+# is in its exponentials: 1.18 ms at 128k; 4 warps 1.36, 256 rows (2 heads) 1.37, 3 stages 1.50.
 TILE_ROWS = 128
 NUM_WARPS = 8
 NUM_STAGES = 2
 REGISTERS = 128
 # Key blocks per program: enough to pay for loading the rows, few enough for some waves of programs.
-SPLIT_BLOCKS = 16
-SHORT_SPLIT_BLOCKS = 4
+LEAST_SPLIT, MOST_SPLIT = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +66,11 @@ def probe(query: Tensor, key: Tensor, layout: Layout, *, scale: float, audit_row
         key: [B, Hkv, Lkv, D], any strides.
         layout: Of this call.
         scale: Factor on the logits.
-        audit_rows: Query blocks to audit, at least 1.
+        audit_rows: Query blocks to audit; 0 for the proxy rows alone.
     """
     x = layout
-    own = audit_rows - x.proxy_is_last_audit
-    split_blocks = SPLIT_BLOCKS if x.Nkv >= 16 * SPLIT_BLOCKS else SHORT_SPLIT_BLOCKS
+    own = max(audit_rows - x.proxy_is_last_audit, 0)
+    split_blocks = min(max(x.Nkv // 16, LEAST_SPLIT), MOST_SPLIT)
     splits = triton.cdiv(x.Nkv, split_blocks)
 
     def empty(*shape: int) -> Tensor:
@@ -112,10 +111,16 @@ def probe(query: Tensor, key: Tensor, layout: Layout, *, scale: float, audit_row
             PLANES=planes,
             NUM_STAGES=NUM_STAGES,
             num_warps=NUM_WARPS,
-            # wider heads leave no shared memory for a second program
-            maxnreg=REGISTERS if x.D <= 128 else None,
+            # wider heads leave no shared memory for a second program, and the dots of other GPUs
+            # hold their operands in registers
+            maxnreg=REGISTERS if x.D <= 128 and _has_wgmma(query.device) else None,
         )
     return sums
+
+
+@functools.cache
+def _has_wgmma(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 @triton.jit(do_not_specialize=["Hkv", "G", "Lq", "Lkv", "split_blocks", "audits", "own_audits"])
@@ -201,31 +206,34 @@ def _probe_kernel(
         exponent = scale * LOG2_E
         top = tl.full([HEADS * ROWS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS * ROWS], tl.float32)
-        structure = tl.zeros([HEADS * ROWS], tl.float32)
         if key_valid_ptr is None:
             # blocks that lie before the first row need no mask
             j_masked = tl.minimum(tl.maximum((first + 1) // BLOCK_KV, j_first), j_last)
             for blk in tl.range(j_first, j_masked, num_stages=NUM_STAGES):
-                top, total, structure = add_tile(
+                top, total = add_tile(
                     q, k_ptr, tile_ptrs, key_valid_ptr, stride_kl, stride_kd, position, is_head,
-                    blk, first, start, hi, Lkv, exponent, top, total, structure,
+                    blk, first, Lkv, exponent, top, total,
                     D, BLOCK_D, BLOCK_KV, ROWS, PLANES, False,
                 )  # fmt: skip
             for blk in tl.range(j_masked, j_last, num_stages=1):
-                top, total, structure = add_tile(
+                top, total = add_tile(
                     q, k_ptr, tile_ptrs, key_valid_ptr, stride_kl, stride_kd, position, is_head,
-                    blk, first, start, hi, Lkv, exponent, top, total, structure,
+                    blk, first, Lkv, exponent, top, total,
                     D, BLOCK_D, BLOCK_KV, ROWS, PLANES, True,
                 )  # fmt: skip
         else:
             for blk in tl.range(j_first, j_last, num_stages=NUM_STAGES):
-                top, total, structure = add_tile(
+                top, total = add_tile(
                     q, k_ptr, tile_ptrs, key_valid_ptr, stride_kl, stride_kd, position, is_head,
-                    blk, first, start, hi, Lkv, exponent, top, total, structure,
+                    blk, first, Lkv, exponent, top, total,
                     D, BLOCK_D, BLOCK_KV, ROWS, PLANES, True,
                 )  # fmt: skip
         split_ptrs = split_ptrs + split * ROWS
         tl.store(split_ptrs, log2_sum(top, total), mask=is_head)
         if PLANES > 0:
+            structure = structure_sum(
+                q, k_ptr, key_valid_ptr, stride_kl, stride_kd, position, j_first, j_last,
+                start, hi, Lkv, exponent, top, D, BLOCK_D, BLOCK_KV,
+            )  # fmt: skip
             structure_ptrs = split_ptrs + tl.num_programs(1) * ROWS
             tl.store(structure_ptrs, log2_sum(top, structure), mask=is_head)

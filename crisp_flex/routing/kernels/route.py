@@ -1,9 +1,12 @@
 """policy="hybrid" on the GPU: pool -> probe -> audit -> select -> stats, on the query's device.
 
-Oracle: reference.route. Seven launches, no read-back, no atomics: two runs give the same bits.
+Oracle: reference.route. No read-back, no atomics: two runs give the same bits.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +14,9 @@ from torch import Tensor
 from crisp_flex.routing.kernels.audit import audit
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.masses import masses
-from crisp_flex.routing.kernels.pool import pool
+from crisp_flex.routing.kernels.pool import pool_split
 from crisp_flex.routing.kernels.probe import probe
+from crisp_flex.routing.kernels.ranges import stage
 from crisp_flex.routing.kernels.select import select
 from crisp_flex.routing.kernels.stats import stats
 from crisp_flex.routing.params import RouteParams
@@ -20,6 +24,9 @@ from crisp_flex.routing.params import RouteParams
 # Rows of the audit that one program reduces.
 _MOST_AUDIT_ROWS = 64
 _BLOCK_SIZES = (64, 128)
+# The probe's tiles at D 256: 130 KiB by offline compilation for sm_80, 192 for sm_90; sm_80 has 163
+# KiB for a program, sm_86, sm_89 and sm_120 have 99.
+_WIDE_HEADS_SHARED = 160 * 1024
 
 
 def supports(query: Tensor, key: Tensor, params: RouteParams) -> bool:
@@ -28,13 +35,32 @@ def supports(query: Tensor, key: Tensor, params: RouteParams) -> bool:
         params.policy == "hybrid"
         and params.coverage_reduce in ("mean", "min")
         and 1 <= params.audit_rows <= _MOST_AUDIT_ROWS
-        and params.block_q in _BLOCK_SIZES
+        and takes(query, key, params)
+    )
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have; no limit where nothing is launched."""
+    if device.type != "cuda":
+        return _WIDE_HEADS_SHARED
+    properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks this field
+    return int(properties.shared_memory_per_block_optin)
+
+
+def takes(query: Tensor, key: Tensor, params: RouteParams) -> bool:
+    """Whether the stages that all policies share take these tensors."""
+    return (
+        params.block_q in _BLOCK_SIZES
         and params.block_kv in _BLOCK_SIZES
         and query.dtype in (torch.float16, torch.bfloat16)
         and key.dtype == query.dtype
         and 16 <= query.shape[3] <= 256
         and query.shape[1] % key.shape[1] == 0
         and query.numel() > 0
+        and (query.shape[3] <= 128 or _shared_bytes(query.device) >= _WIDE_HEADS_SHARED)
+        # the largest dot is the largest logit
+        and params.scale > 0
     )
 
 
@@ -58,11 +84,16 @@ def route(
     """
     with torch.cuda.device_of(query):
         layout = Layout.of(query, key, key_valid, params)
-        mean_query, mean_key = pool(query, key, layout)
-        sums = probe(query, key, layout, scale=params.scale, audit_rows=params.audit_rows)
-        measured = masses(sums, layout, audit_rows=params.audit_rows)
-        del sums
-        audited = audit(mean_query, mean_key, measured, layout, scale=params.scale)
-        counts, buffer, full_counts = select(mean_query, mean_key, audited, layout, params)
-        statistics = stats(counts, full_counts, measured.c_struct, audited, layout, params)
+        with stage("pool"):
+            mean_query, keys = pool_split(query, key, layout)
+        with stage("probe"):
+            sums = probe(query, key, layout, scale=params.scale, audit_rows=params.audit_rows)
+            measured = masses(sums, layout, audit_rows=params.audit_rows)
+            del sums
+        with stage("audit"):
+            audited = audit(mean_query, keys, measured, layout, scale=params.scale)
+        with stage("select"):
+            counts, buffer, full_counts = select(mean_query, keys, audited, layout, params)
+        with stage("stats"):
+            statistics = stats(counts, full_counts, measured.c_struct, audited, layout, params)
     return counts, buffer, full_counts, statistics

@@ -2,7 +2,7 @@
 
 Oracle: policies.hybrid, guards.finish_rows and reference.compact. The pooled map is made twice, a
 tile at a time: once for the maximum, sum and floor of each row, once for the decisions. Bound by
-the fp32 dots of the map, and by the writes of the lists where many blocks are kept.
+the dots of the map, and by the writes of the lists where many blocks are kept.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ import triton.language as tl
 from torch import Tensor
 
 from crisp_flex.routing.geometry import partial_slots
-from crisp_flex.routing.kernels.audit import COVERAGE_MARGIN, MULTIPLES, Audit
+from crisp_flex.routing.kernels.audit import COVERAGE_MARGIN, Audit
 from crisp_flex.routing.kernels.layout import Layout, bounds_of, first_keys, row_extent
-from crisp_flex.routing.kernels.lines import always_kept, choose_level, mean_floor
+from crisp_flex.routing.kernels.levels import MULTIPLES
+from crisp_flex.routing.kernels.lines import choose_level, row_threshold
+from crisp_flex.routing.kernels.pooled import SplitKeys, load_rows, pooled_logits
+from crisp_flex.routing.kernels.tile import LOG2_E
 from crisp_flex.routing.params import RouteParams
 
-# Not measured yet. Rows a program: few where there are few blocks, so that there are programs.
-TILE_ROWS = 32
+# Rows a program: few where there are few blocks, so that there are programs. H200, 2026-11-30,
+# bench_route --sweep (32/8 heads, D 128): the best or next to it of eleven at 8k, 32k and 128k.
+TILE_ROWS = 64
 SHORT_TILE_ROWS = 16
 BLOCK_J = 64
-# Head dim at a time: fp32 dots without tensor cores keep their operands in registers.
-BLOCK_K = 32
-PRECISION = "ieee"
 NUM_WARPS = 4
-NUM_STAGES = 2
+NUM_STAGES = 1
 
 
 def select(
-    mean_query: Tensor, mean_key: Tensor, audited: Audit, layout: Layout, params: RouteParams
+    mean_query: Tensor, keys: SplitKeys, audited: Audit, layout: Layout, params: RouteParams
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lists of the blocks kept by both views, the guards and the geometry.
 
     Args:
         mean_query: [B, Hq, Nq, D] fp32, contiguous.
-        mean_key: [B, Hkv, Nkv, D] fp32, contiguous.
+        keys: The pooled keys.
         audited: Levels of the lines, coverage of the multiples.
         layout: Of this call.
         params: Scale, target and dense_last_blocks.
@@ -59,8 +60,10 @@ def select(
     audits = audited.coverage.shape[2]
     _select_kernel[(triton.cdiv(x.Nq, tile_rows), x.B * x.Hq)](
         mean_query,
-        mean_key,
-        audited.levels,
+        keys.parts,
+        keys.scale,
+        audited.levels.verticals,
+        audited.levels.slashes,
         audited.coverage,
         counts,
         buffer,
@@ -73,23 +76,22 @@ def select(
         x.Lq,
         x.Lkv,
         P,
-        params.scale,
+        params.scale * LOG2_E.value,
         params.coverage + COVERAGE_MARGIN,
         params.dense_last_blocks,
         D=x.D,
+        BLOCK_D=x.BLOCK_D,
         BLOCK_Q=x.block_q,
         BLOCK_KV=x.block_kv,
-        BINS=x.slash_bins,
+        PHASES=x.phases,
         MULTIPLES=MULTIPLES,
         AUDITS=audits,
         AUDIT_SLOTS=triton.next_power_of_2(audits),
         MINIMUM=params.coverage_reduce == "min",
         TILE_I=tile_rows,
-        BLOCK_J=BLOCK_J,
-        BLOCK_K=min(BLOCK_K, x.BLOCK_D),
-        PRECISION=PRECISION,
+        BLOCK_J=BLOCK_J if x.BLOCK_D <= 128 else BLOCK_J // 2,
+        NUM_STAGES=NUM_STAGES,
         num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
     )
     return counts, buffer, full_counts
 
@@ -97,8 +99,10 @@ def select(
 @triton.jit(do_not_specialize=["Hq", "Hkv", "Lq", "Lkv", "P", "dense_last_blocks"])
 def _select_kernel(
     mean_q_ptr,
-    mean_k_ptr,
-    levels_ptr,
+    parts_ptr,
+    scale_ptr,
+    verticals_ptr,
+    slashes_ptr,
     coverage_ptr,
     counts_ptr,
     buffer_ptr,
@@ -111,21 +115,21 @@ def _select_kernel(
     Lq,
     Lkv,
     P,
-    scale,
+    exponent,
     target,
     dense_last_blocks,
     D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    BINS: tl.constexpr,
+    PHASES: tl.constexpr,
     MULTIPLES: tl.constexpr,
     AUDITS: tl.constexpr,
     AUDIT_SLOTS: tl.constexpr,
     MINIMUM: tl.constexpr,
     TILE_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
     """Grid (tiles of query blocks, B * Hq); the longest rows first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -148,98 +152,70 @@ def _select_kernel(
     first_block = tl.minimum(start // BLOCK_KV, Nkv - 1)
     last_block, count = row_extent(first_valid_ptr, b, q_last, limit, Nkv, BLOCK_KV, BLOCK_J)
     last_block = last_block[:, None]
-    mean_q_ptrs = mean_q_ptr + (bh * Nq + row)[:, None] * D
-    mean_k_ptr += kv_head * Nkv * D
+    mean_hi, mean_lo, factor = load_rows(mean_q_ptr, bh * Nq + row, there, D, BLOCK_D)
+    factor *= exponent
+    low_stride = (tl.num_programs(1) // Hq * Hkv).to(tl.int64) * Nkv * D
+    parts_ptr += kv_head * Nkv * D
+    scale_ptr += kv_head * Nkv
 
     top = tl.full([TILE_I], float("-inf"), tl.float32)
     total = tl.zeros([TILE_I], tl.float32)
     rest = tl.zeros([TILE_I], tl.float32)
-    for j in range(0, limit, BLOCK_J):
+    for j in tl.range(0, limit, BLOCK_J, num_stages=NUM_STAGES):
         blk = j + tl.arange(0, BLOCK_J)
         keys = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV)
-        visible = keys[None, :] <= q_last[:, None]
-        logits = _logits(
-            mean_q_ptrs, mean_k_ptr, there, blk, Nkv, scale, visible, D, BLOCK_K, PRECISION
+        logits = pooled_logits(
+            mean_hi, mean_lo, factor, parts_ptr, low_stride, scale_ptr, blk, Nkv, D, BLOCK_D
         )
+        logits = tl.where(keys[None, :] <= q_last[:, None], logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp(logits - base[:, None])  # [TILE_I, BLOCK_J]
-        old = tl.exp(top - base)
+        weights = tl.exp2(logits - base[:, None])  # [TILE_I, BLOCK_J]
+        old = tl.exp2(top - base)
         ends = (blk[None, :] == first_block) | (blk[None, :] == last_block)
         total = total * old + tl.sum(weights, 1)
         rest = rest * old + tl.sum(tl.where(ends, 0.0, weights), 1)
         top = new_top
     base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.where(total > 0, total, 1.0)
-    threshold = multiple * mean_floor(rest / total, count - 2, count)
+    threshold = multiple * row_threshold(rest, total, count)
 
-    lo = ((q_first + 1) // BLOCK_KV - 1)[:, None]
     hi = ((q_first + (BLOCK_Q - 1)) // BLOCK_KV)[:, None]
-    live = (q_last >= start) & (q_first < end)
+    live = (q_last >= start) & (q_first < end) & there
     last_row = tl.where(end > offset, (end - 1 - offset) // BLOCK_Q, -1)
     all_blocks = (needed == 0) | ((row > last_row - dense_last_blocks) & (row <= last_row))
-    levels_ptr += bh * 2 * Nkv
-    row_ptrs = buffer_ptr + (bh * Nq + row) * (P + Nkv)
+    verticals_ptr += bh * Nkv
+    slash_ptrs = slashes_ptr + bh * PHASES * (Nkv + 2) + ((row % PHASES) * (Nkv + 2))[:, None]
+    row_ptrs = (buffer_ptr + (bh * Nq + row) * (P + Nkv))[:, None]
     partials = tl.zeros([TILE_I], tl.int32)
     fulls = tl.zeros([TILE_I], tl.int32)
-    for j in range(0, limit, BLOCK_J):
+    for j in tl.range(0, limit, BLOCK_J, num_stages=NUM_STAGES):
         blk = j + tl.arange(0, BLOCK_J)
         keys = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV)
         visible = (keys[None, :] <= q_last[:, None]) & there[:, None]
-        logits = _logits(
-            mean_q_ptrs, mean_k_ptr, there, blk, Nkv, scale, visible, D, BLOCK_K, PRECISION
+        logits = pooled_logits(
+            mean_hi, mean_lo, factor, parts_ptr, low_stride, scale_ptr, blk, Nkv, D, BLOCK_D
         )
-        keep = tl.exp(logits - base[:, None]) / total[:, None] > threshold[:, None]
-        keep = keep | (tl.load(levels_ptr + blk, mask=blk < Nkv, other=0) >= needed)[None, :]
-        for i in tl.static_range(BINS):
-            bins = lo + i - blk[None, :]
-            touches = (bins >= 0) & (bins < Nkv) & (bins <= hi - blk[None, :]) & visible
-            level = tl.load(levels_ptr + Nkv + bins, mask=touches, other=-1)
-            keep = keep | (touches & (level >= needed))
-        keep = keep | always_kept(blk[None, :], lo, hi, first_block, last_block, BLOCK_KV)
+        keep = tl.exp2(logits - base[:, None]) > threshold[:, None]
+        level = tl.load(verticals_ptr + blk, mask=blk < Nkv, other=0)[None, :]
+        level = tl.maximum(level, tl.load(slash_ptrs + (hi - blk[None, :]), mask=visible, other=0))
+        keep = keep | (level >= needed) | (blk[None, :] == first_block)
         keep = (keep | all_blocks[:, None]) & live[:, None]
         keep = (keep | (blk[None, :] == last_block)) & visible
         full = (tl.minimum(blk * BLOCK_KV + (BLOCK_KV - 1), Lkv - 1))[None, :] <= q_first[:, None]
         if all_valid_ptr is not None:
             whole = tl.load(all_valid_ptr + b * Nkv + blk, mask=blk < Nkv, other=0) != 0
             full = full & whole[None, :]
-        kept_partial, kept_full = (keep & ~full).to(tl.int32), (keep & full).to(tl.int32)
-        # ascending: the rank of a block is the number of kept ones before it
-        partial_slot = partials[:, None] + tl.cumsum(kept_partial, 1) - 1
-        full_slot = fulls[:, None] + tl.cumsum(kept_full, 1) - 1 + P
-        slot = tl.where(kept_partial != 0, partial_slot, full_slot)
+        # ascending: the rank of a block is the number of kept ones before it, of its own kind;
+        # both numbers in one scan, the partial ones in the upper half
+        ones = tl.where(keep, tl.where(full, 1, 1 << 16), 0)
+        ranks = tl.cumsum(ones, 1)
+        slot = tl.where(
+            full, P - 1 + fulls[:, None] + (ranks & 0xFFFF), partials[:, None] - 1 + (ranks >> 16)
+        )
         blocks = blk[None, :] + tl.zeros([TILE_I, BLOCK_J], tl.int32)
-        tl.store(row_ptrs[:, None] + slot, blocks, mask=keep)
-        partials += tl.sum(kept_partial, 1)
-        fulls += tl.sum(kept_full, 1)
+        tl.store(row_ptrs + slot, blocks, mask=keep)
+        kept = tl.sum(ones, 1)
+        partials += kept >> 16
+        fulls += kept & 0xFFFF
     tl.store(counts_ptr + bh * Nq + row, partials, mask=there)
     tl.store(full_counts_ptr + bh * Nq + row, fulls, mask=there)
-
-
-@triton.jit
-def _logits(
-    mean_q_ptrs,
-    mean_k_ptr,
-    there,
-    blk,
-    Nkv,
-    scale,
-    visible,
-    D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Logits between pooled queries and pooled keys blk, -inf where not visible."""
-    logits = tl.zeros([there.shape[0], blk.shape[0]], tl.float32)
-    for start_d in range(0, D, BLOCK_K):
-        d = start_d + tl.arange(0, BLOCK_K)
-        mean_q = tl.load(
-            mean_q_ptrs + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
-        )
-        mean_k = tl.load(
-            mean_k_ptr + blk[None, :] * D + d[:, None],
-            mask=(blk < Nkv)[None, :] & (d < D)[:, None],
-            other=0.0,
-        )
-        logits = tl.dot(mean_q * scale, mean_k, logits, input_precision=PRECISION)
-    return tl.where(visible, logits, float("-inf"))

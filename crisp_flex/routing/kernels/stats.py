@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from crisp_flex.routing.guards import ROUTE_ALL_BLOCKS, ROUTE_BOTH_VIEWS
-from crisp_flex.routing.kernels.audit import COVERAGE_MARGIN, MULTIPLES, Audit
+from crisp_flex.routing.kernels.audit import COVERAGE_MARGIN, Audit
 from crisp_flex.routing.kernels.layout import Layout, first_keys
+from crisp_flex.routing.kernels.levels import MULTIPLES
 from crisp_flex.routing.kernels.lines import choose_level
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
 

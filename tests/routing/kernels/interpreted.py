@@ -9,7 +9,7 @@ import torch
 
 from crisp_flex.routing import reference
 from crisp_flex.routing.geometry import Geometry
-from crisp_flex.routing.kernels import audit, pool
+from crisp_flex.routing.kernels import audit, levels, pool
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.route import route
 from crisp_flex.routing.policies import hybrid
@@ -119,6 +119,6 @@ def test_what_stands_in_padding_is_not_read():
 
 
 def test_constants_are_those_of_the_policy():
-    assert audit.MULTIPLES == hybrid.MULTIPLES
-    assert audit.LINE_FACTOR == hybrid._LINE_FACTOR
+    assert levels.MULTIPLES == hybrid.MULTIPLES
+    assert levels.LINE_FACTOR == hybrid._LINE_FACTOR
     assert audit.COVERAGE_MARGIN == hybrid._COVERAGE_MARGIN

@@ -1,4 +1,4 @@
-"""Runs interpreted.py in a process of its own, which sets TRITON_INTERPRET before triton loads."""
+"""Runs interpreted*.py, each in a process that sets TRITON_INTERPRET before triton loads."""
 
 import importlib.util
 import os
@@ -14,7 +14,8 @@ if importlib.util.find_spec("triton") is None:
 HERE = Path(__file__).parent
 
 
-def test_kernels_in_the_interpreter(tmp_path):
+@pytest.mark.parametrize("file", sorted(x.name for x in HERE.glob("interpreted*.py")))
+def test_kernels_in_the_interpreter(tmp_path, file):
     root = HERE.parents[2]
     environment = {
         "PYTHONPATH": str(root),
@@ -24,7 +25,7 @@ def test_kernels_in_the_interpreter(tmp_path):
         "CUDA_VISIBLE_DEVICES": "",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / "interpreted.py"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / file],
         env={**os.environ, **environment},
         cwd=root,
         capture_output=True,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.routing.inputs import key_mask, params, structured
+from tests.routing.inputs import key_mask, long_structured, params, structured
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,7 @@ def test_lengths(L):
 
 
 @pytest.mark.parametrize("L", [4096, 5000])
-@pytest.mark.parametrize("block", [(128, 128), (128, 64), (64, 128)], ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (128, 64), (64, 128)], ids=str)
 @pytest.mark.parametrize("reduce", ["mean", "min"])
 def test_longer_lengths_and_block_sizes(L, block, reduce):
     arguments = long_inputs(L, block=block, coverage=0.8, coverage_reduce=reduce)
@@ -71,21 +71,10 @@ def test_a_chunk(Lq):
     check_route(*inputs(Lq, Lkv=1200))
 
 
-def long_inputs(L, *, D=128, Hkv=1, G=2, block=(128, 128), **changes):
+def long_inputs(L, *, D=128, Hkv=1, G=2, block=(128, 128), policy="hybrid", **changes):
     """As inputs, made on the GPU for lengths beyond those that structured takes."""
-    g = torch.Generator("cuda").manual_seed(0)
-    query = torch.randn(1, Hkv * G, L, D, device="cuda", generator=g)
-    key = torch.randn(1, Hkv, L, D, device="cuda", generator=g)
-    topics = torch.randn(1, Hkv, -(-L // 256), D, device="cuda", generator=g)
-    topics = topics.repeat_interleave(256, 2)[:, :, :L]
-    key += 1.5 * topics
-    query += torch.linspace(0.2, 1.5, Hkv * G, device="cuda")[:, None, None] * (
-        topics.roll(3000, 2).repeat_interleave(G, 1)
-    )
-    key[:, :, 0, 0] += 12
-    key[:, :, L // 3 :: 2011, 1] += 10
-    query[..., :2] += 4
-    settings = params(D, block, policy="hybrid", **changes)
+    query, key = long_structured(L, D, Hkv=Hkv, G=G, device="cuda")
+    settings = params(D, block, policy=policy, **changes)
     return query.bfloat16(), key.bfloat16(), None, settings
 
 

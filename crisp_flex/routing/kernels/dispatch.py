@@ -1,0 +1,23 @@
+"""The kernels behind crisp_flex::route on CUDA: which calls they take, the route of a policy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from crisp_flex.routing.kernels import route as audited
+from crisp_flex.routing.kernels import unaudited
+from crisp_flex.routing.params import RouteParams
+
+
+def supports(query: Tensor, key: Tensor, params: RouteParams) -> bool:
+    """Whether the kernels take this call; the reference takes all."""
+    return audited.supports(query, key, params) or unaudited.supports(query, key, params)
+
+
+def route(
+    query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The route of params.policy; see reference.route, unused slots of the lists undefined."""
+    if params.policy == "hybrid":
+        return audited.route(query, key, key_valid, params)
+    return unaudited.route(query, key, key_valid, params)
