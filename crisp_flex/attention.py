@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from crisp_flex import flex_hop
+from crisp_flex import flex_hop, head_groups, last_rows
+from crisp_flex.check_inputs import check_inputs
 from crisp_flex.config import CrispConfig
-from crisp_flex.errors import InputError
 from crisp_flex.routing import ops
 from crisp_flex.routing.geometry import partial_slots
 from crisp_flex.routing.params import RouteParams
@@ -38,6 +39,9 @@ def route(
         scale: Factor on the logits; None is 1/sqrt(D).
         key_valid: [B, Lkv] bool, False where a key is padding.
 
+    The table of all heads is made at once: 25 % of the size of K and V at 128k tokens, 32 / 8 heads
+    and D 128, growing with the length. `sparse_attention` goes by head groups instead.
+
     Returns:
         BlockMask of shape (B, Hq, Lq, Lkv) whose mask_mod is the exact causal (and padding) mask;
         its lists ascend within a row and hold the diagonal block of every row that sees anything.
@@ -48,8 +52,9 @@ def route(
     Source: CRISP, arXiv 2609.01925; the policy "hybrid" is our own
     (README, How it works).
     """
-    _check_inputs(query, key, key, key_valid)
+    check_inputs(query, key, key, key_valid)
     config = config if config is not None else CrispConfig()
+    config = flex_hop.settle(config, query, key, captures=False)
     params = RouteParams.from_config(config, D=query.shape[3], scale=scale)
     counts, buffer, full_counts, _ = ops.route(query, key, key_valid, params)
     Lq, Lkv = query.shape[2], key.shape[2]
@@ -87,6 +92,9 @@ def sparse_attention(
 ) -> Tensor:
     """Causal attention over the kept blocks; dense SDPA below `config.min_seqlen` queries.
 
+    Above 64k keys on CUDA the heads are computed in groups (`head_groups`), which bounds the memory
+    of the block lists.
+
     Args:
         query: [B, Hq, Lq, D], float32, float16 or bfloat16.
         key: [B, Hkv, Lkv, D], Hq a multiple of Hkv, Lkv >= Lq; query i sees keys 0 .. i + Lkv - Lq.
@@ -101,32 +109,80 @@ def sparse_attention(
     Raises:
         InputError: Shapes, dtypes or devices do not fit together.
     """
-    _check_inputs(query, key, value, key_valid)
-    config = config if config is not None else CrispConfig()
+    check_inputs(query, key, value, key_valid)
+    config = flex_hop.settle(
+        config if config is not None else CrispConfig(), query, value, captures=False
+    )
     with torch.no_grad():
-        if query.shape[2] < config.min_seqlen:
+        if query.shape[2] < config.least_tokens:
             return _dense(query, key, value, key_valid, scale)
-        block_mask = route(query, key, config, scale=scale, key_valid=key_valid)
-        kernel = flex_hop.choose_kernel(
-            query.device,
-            query.dtype,
-            D=query.shape[3],
-            Dv=value.shape[3],
-            block_size=config.block_size,
-            backend=config.backend,
-            captures=False,  # what mask_mod reads are inputs here, not values of a graph
+        count = head_groups.count_groups_of(
+            query,
+            key,
+            value,
+            block_size=config.tokens_per_block,
+            has_key_valid=key_valid is not None,
         )
-        options = flex_hop.kernel_options(
-            kernel,
-            device=query.device,
-            dtype=query.dtype,
-            D=query.shape[3],
-            divisible=False,
-            user=config.kernel_options,
-        )
-        del options["OUTPUT_LOGSUMEXP"], options["OUTPUT_MAX"]  # set by flex_attention itself
-        out: Tensor = _compiled_flex()(query, key, value, block_mask, scale, options)
+        apart = key_valid is None and last_rows.are_apart(query, value, config)
+        listed = dataclasses.replace(config, dense_last_blocks=0) if apart else config
+        if count == 1:
+            out = _sparse(query, key, value, listed, scale, key_valid)
+        else:
+            out = _empty_like(query, Dv=value.shape[3])
+            for group in head_groups.split_heads(count, Hq=query.shape[1], Hkv=key.shape[1]):
+                heads, kv_heads = (
+                    slice(group.q_start, group.q_end),
+                    slice(group.kv_start, group.kv_end),
+                )
+                out[:, heads] = _sparse(
+                    query[:, heads], key[:, kv_heads], value[:, kv_heads], listed, scale, key_valid
+                )
+        if apart:
+            factor = scale if scale is not None else query.shape[3] ** -0.5
+            numbers = (config.tokens_per_block[0], config.dense_last_blocks)
+            torch.ops.crisp_flex.write_last_rows(out, query, key, value, factor, *numbers)
         return out
+
+
+def _sparse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: CrispConfig,
+    scale: float | None,
+    key_valid: Tensor | None,
+) -> Tensor:
+    """Attention over the kept blocks of all given heads; config is settled."""
+    block_mask = route(query, key, config, scale=scale, key_valid=key_valid)
+    kernel = flex_hop.choose_kernel(
+        query.device,
+        query.dtype,
+        D=query.shape[3],
+        Dv=value.shape[3],
+        block_size=config.tokens_per_block,
+        backend=config.backend,
+        captures=False,  # what mask_mod reads are inputs here, not values of a graph
+    )
+    options = flex_hop.kernel_options(
+        kernel,
+        device=query.device,
+        dtype=query.dtype,
+        D=query.shape[3],
+        divisible=False,
+        user=config.kernel_options,
+        block_size=config.tokens_per_block,
+    )
+    del options["OUTPUT_LOGSUMEXP"], options["OUTPUT_MAX"]  # set by flex_attention itself
+    out: Tensor = _compiled_flex()(query, key, value, block_mask, scale, options)
+    return out
+
+
+def _empty_like(query: Tensor, *, Dv: int) -> Tensor:
+    """Empty [B, Hq, Lq, Dv] with its dims in memory in the order that query's have."""
+    order = sorted(range(3), key=query.stride, reverse=True)
+    return torch.empty_permuted(
+        (*query.shape[:3], Dv), (*order, 3), dtype=query.dtype, device=query.device
+    )
 
 
 @functools.cache
@@ -186,38 +242,3 @@ def _dense(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa
     )
-
-
-def _check_inputs(query: Tensor, key: Tensor, value: Tensor, key_valid: Tensor | None) -> None:
-    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-    if not query.dim() == key.dim() == value.dim() == 4:
-        raise InputError(f"query, key and value must be [B, H, L, D]; got {shapes}")
-    if not query.dtype == key.dtype == value.dtype or query.dtype not in (
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-    ):
-        raise InputError(
-            "query, key and value must share float32, float16 or bfloat16; got "
-            f"{query.dtype}, {key.dtype}, {value.dtype}"
-        )
-    if not query.device == key.device == value.device:
-        raise InputError(
-            f"query, key and value must be on one device; got {query.device}, {key.device}, "
-            f"{value.device}"
-        )
-    B, Hq, Lq, D = query.shape
-    Hkv, Lkv = key.shape[1:3]
-    if key.shape[0] != B or value.shape[:3] != key.shape[:3] or key.shape[3] != D:
-        raise InputError(f"batch, key heads, key length or head dim do not match: {shapes}")
-    if Hkv == 0 or Hq % Hkv:
-        raise InputError(f"the query heads must be a multiple of the key heads: {shapes}")
-    if Lq == 0:
-        raise InputError(f"query has no tokens: {shapes}")
-    if Lkv < Lq:
-        raise InputError(f"Lkv must be at least Lq (the last query sees the last key): {shapes}")
-    if key_valid is not None and (key_valid.shape != (B, Lkv) or key_valid.dtype != torch.bool):
-        raise InputError(
-            f"key_valid must be [B, Lkv] = [{B}, {Lkv}] bool; got {list(key_valid.shape)} "
-            f"{key_valid.dtype}"
-        )

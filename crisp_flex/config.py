@@ -15,6 +15,9 @@ Backend = Literal["auto", "flash", "triton"]
 POLICIES = ("hybrid", "crisp", "streaming", "dense")
 ROUTERS = ("c_struct", "jsd", "vs", "pe")
 BACKENDS = ("auto", "flash", "triton")
+# What None in `block_size` and `min_seqlen` means where gpu_table knows nothing better.
+BLOCK_SIZE = (128, 128)
+MIN_SEQLEN = 8192
 
 # Chosen by density and KL(dense || sparse) on SmolLM2-135M at 8k, Gemma 3 270M at 16k and
 # Qwen2.5-Coder-0.5B at 32k tokens, code and prose (H200, 2026-11).
@@ -36,8 +39,11 @@ class CrispConfig:
         policy: Which blocks are kept: "hybrid" (two views, one audited floor), "crisp" (the
             paper's algorithm), "streaming" (sinks and recency) or "dense" (all causal blocks).
         enabled: False leaves the call as it was (of use in `overrides`).
-        block_size: (query, key) tokens per block, each a power of two in [16, 512].
-        min_seqlen: Query tokens below which a call stays dense SDPA. At least 1.
+        block_size: (query, key) tokens per block, each a power of two in [16, 512]; None is
+            (128, 128), or (128, 64) for D 256 where FLASH takes the call with it.
+        min_seqlen: Tokens of the shortest prompt that is not left to dense SDPA, at least 1; None
+            is the length from which sparse was measured to pay on this GPU (gpu_table), else 8192.
+            A later chunk is sparse if it is as much work (visible pairs) and has 8 query blocks.
         dense_last_blocks: Query blocks at the end that keep all visible blocks. At least 0.
         coverage: hybrid: exact attention mass to reach on the audited rows, in (0, 1].
         coverage_reduce: hybrid: "mean" or "min" over the audited rows.
@@ -51,8 +57,8 @@ class CrispConfig:
         max_uncovered: Policies without an audit: attention mass left uncovered on the proxy rows
             above which a head keeps all blocks, in [0, 1].
         backend: FlexAttention kernel on CUDA: "auto" (FLASH where it runs, else TRITON), "flash" or
-            "triton". With "flash" the package must be there; a site that it cannot take (fp32, D
-            above 128, padding) still runs on TRITON, as the report says. The CPU always takes
+            "triton". With "flash" the package must be there; a site that it cannot take (fp32, most
+            D above 128, padding) still runs on TRITON, as the report says. The CPU always takes
             Inductor's C++ kernel.
         kernel_options: Passed to FlexAttention on top of our own choice, e.g. {"BLOCK_M": 64}.
         overrides: Changes by site: the key is a site index in the graph (int) or the path of the
@@ -67,8 +73,8 @@ class CrispConfig:
 
     policy: Policy = "hybrid"
     enabled: bool = True
-    block_size: tuple[int, int] = (128, 128)
-    min_seqlen: int = 8192
+    block_size: tuple[int, int] | None = None
+    min_seqlen: int | None = None
     dense_last_blocks: int = 1
     coverage: float = 0.9
     coverage_reduce: Literal["mean", "min"] = "mean"
@@ -92,15 +98,8 @@ class CrispConfig:
         _one_of("coverage_reduce", self.coverage_reduce, ("mean", "min"))
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"enabled must be True or False, got {self.enabled!r}")
-        sizes = tuple(self.block_size) if isinstance(self.block_size, (tuple, list)) else ()
-        if len(sizes) != 2 or not all(
-            _is_int(b) and 16 <= b <= 512 and b & (b - 1) == 0 for b in sizes
-        ):
-            raise ConfigError(
-                "block_size must be two powers of two in [16, 512], (query, key), "
-                f"got {self.block_size!r}"
-            )
-        object.__setattr__(self, "block_size", sizes)
+        if self.block_size is not None:
+            object.__setattr__(self, "block_size", _two_sizes(self.block_size))
         for name, least in (
             ("min_seqlen", 1),
             ("dense_last_blocks", 0),
@@ -109,6 +108,8 @@ class CrispConfig:
             ("streaming_blocks", 1),
         ):
             value = getattr(self, name)
+            if name == "min_seqlen" and value is None:
+                continue
             if not _is_int(value) or value < least:
                 raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
         for name in ("coverage", "gamma"):
@@ -171,6 +172,24 @@ class CrispConfig:
             )
         return cls(**settings)
 
+    def settled(self, *, block_size: tuple[int, int], min_seqlen: int) -> CrispConfig:
+        """This config with numbers where block_size and min_seqlen are None."""
+        return dataclasses.replace(
+            self,
+            block_size=self.block_size or block_size,
+            min_seqlen=self.min_seqlen or min_seqlen,
+        )
+
+    @property
+    def tokens_per_block(self) -> tuple[int, int]:
+        """block_size as numbers, (128, 128) where nothing was chosen."""
+        return self.block_size or BLOCK_SIZE
+
+    @property
+    def least_tokens(self) -> int:
+        """min_seqlen as a number, 8192 where nothing was chosen."""
+        return self.min_seqlen or MIN_SEQLEN
+
     def for_site(self, index: int, module_path: str) -> CrispConfig:
         """This config with the overrides of one site applied.
 
@@ -198,6 +217,17 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _two_sizes(given: object) -> tuple[int, ...]:
+    sizes = tuple(given) if isinstance(given, (tuple, list)) else ()
+    if len(sizes) != 2 or not all(
+        _is_int(b) and 16 <= b <= 512 and b & (b - 1) == 0 for b in sizes
+    ):
+        raise ConfigError(
+            f"block_size must be two powers of two in [16, 512], (query, key), got {given!r}"
+        )
+    return sizes
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -6,16 +6,37 @@ import functools
 import importlib
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from crisp_flex import torch_internals
+from crisp_flex import gpu_table, torch_internals
+from crisp_flex.config import BLOCK_SIZE, CrispConfig
 from crisp_flex.errors import UnavailableError
 
-FLASH_MAX_HEAD_DIM = 128
+
+def settle(
+    config: CrispConfig, query: torch.Tensor, value: torch.Tensor, *, captures: bool
+) -> CrispConfig:
+    """The config of one call with numbers where `block_size` and `min_seqlen` are None.
+
+    Args:
+        config: The settings of the call.
+        query: [B, Hq, Lq, D], real or of a graph; of symbolic head dims the hint is taken, with no
+            guard.
+        value: [B, Hkv, Lkv, Dv].
+        captures: As for `choose_kernel`.
+    """
+    gpu, block_size = gpu_table.gpu_of(query.device), BLOCK_SIZE
+    D, Dv = (torch_internals.size_hint(x.shape[-1]) for x in (query, value))
+    if config.block_size is None and config.backend != "triton" and D is not None:
+        best = next(iter(gpu.flash_block_sizes(D)), BLOCK_SIZE)
+        fits = _flash_fits(query.device, query.dtype, D, Dv, best, captures)
+        if best != BLOCK_SIZE and fits and flash_available():
+            block_size = best
+    return config.settled(block_size=block_size, min_seqlen=gpu.min_seqlen)
 
 
 def choose_kernel(
@@ -34,8 +55,8 @@ def choose_kernel(
     count it as an input of the kernel, and the generated code frees it too early (H200, 2026-11-30:
     `UnboundLocalError: buf2`), so such a site takes TRITON.
 
-    FLASH (flash-attn-4) takes fp16 and bf16 on Hopper and Blackwell; on Hopper a key block must
-    equal the kernel's tile, which is 128 for D <= 128.
+    FLASH (flash-attn-4) takes fp16 and bf16 on Hopper and Blackwell, and on Hopper only key blocks
+    that equal the kernel's tile: gpu_table has the block sizes by head dim.
     """
     if device.type == "cpu":
         return "CPU"
@@ -46,16 +67,24 @@ def choose_kernel(
             'backend="flash" needs the package flash-attn-4, which does not import here: '
             'install it, or use backend="auto"'
         )
-    fits = (
-        not captures
-        and dtype in (torch.float16, torch.bfloat16)
-        and Dv == D
-        and D <= FLASH_MAX_HEAD_DIM
-        and D % 8 == 0
-        and block_size == (128, 128)
-        and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    )
+    fits = _flash_fits(device, dtype, D, Dv, block_size, captures)
     return "FLASH" if fits and flash_available() else "TRITON"
+
+
+def _flash_fits(
+    device: torch.device,
+    dtype: torch.dtype,
+    D: int,
+    Dv: int | None,
+    block_size: tuple[int, int],
+    captures: bool,
+) -> bool:
+    return (
+        not captures
+        and dtype in gpu_table.HALF
+        and Dv == D
+        and block_size in gpu_table.gpu_of(device).flash_block_sizes(D)
+    )
 
 
 @functools.cache
@@ -82,6 +111,7 @@ def kernel_options(
     D: int,
     divisible: bool,
     user: Mapping[str, Any],
+    block_size: tuple[int, int] = BLOCK_SIZE,
 ) -> dict[str, Any]:
     """The complete options of the operator; a missing key is a KeyError in the lowering.
 
@@ -93,6 +123,7 @@ def kernel_options(
         divisible: Both lengths are static multiples of max(128, block): the kernel's own test
             looks at 128 only and would read past the end with larger blocks.
         user: Options that win over ours.
+        block_size: (query, key) tokens; TRITON's tiles must divide them.
     """
     options: dict[str, Any] = {
         # AUTO would take the decode kernel for short queries; the CPU ignores the name.
@@ -107,17 +138,8 @@ def kernel_options(
     if not divisible:
         options["IS_DIVISIBLE"] = False
     if kernel == "TRITON":
-        options.update(_tuned_triton(device, dtype, D))
+        options.update(gpu_table.triton_options(device, dtype, D, block_size))
     return {**options, **user}
-
-
-def _tuned_triton(device: torch.device, dtype: torch.dtype, D: int) -> dict[str, Any]:
-    # NVIDIA H200, torch 2.11, 2026-11: 453 to 460 TFLOP/s where the default gives 414 (D 128, bf16,
-    # 10 % density at 128k); the best of six tried.
-    hopper = torch.cuda.get_device_capability(device) == (9, 0)
-    if hopper and D == 128 and dtype in (torch.float16, torch.bfloat16):
-        return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2, "USE_TMA": True}
-    return {}
 
 
 # Traced mask_mod and score_mod carry no annotations: fx copies them to the placeholders, and
@@ -129,14 +151,6 @@ def _keep_score(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # 
 def causal_mod(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """mask_mod of plain causal attention with Lq == Lkv."""
     return q_idx >= kv_idx
-
-
-def causal_padded_mod(b, h, q_idx, kv_idx, key_valid):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """mask_mod of causal attention over valid keys; key_valid is [B, Lkv] bool.
-
-    int64 index: the template would otherwise write 32-bit `b * Lkv + kv`.
-    """
-    return (q_idx >= kv_idx) & key_valid[b, kv_idx.to(torch.int64)]
 
 
 def add_submodule(gm: fx.GraphModule, name: str, module: torch.nn.Module) -> str:
@@ -215,7 +229,7 @@ def region_call(graph: fx.Graph, region: str, operands: Sequence[fx.Node]) -> fx
     return graph.call_function(operator.getitem, (call, 0))
 
 
-def sizes_fit_region(tensors: Sequence[torch.Tensor]) -> bool:
+def sizes_fit_region(sizes: Iterable[int | torch.SymInt]) -> bool:
     """Whether every size is a number or one symbol: a region cannot take a size `s0 - 1`."""
-    exprs = [torch_internals.size_expr(size) for tensor in tensors for size in tensor.shape]
+    exprs = [torch_internals.size_expr(size) for size in sizes]
     return all(expr is not None and expr.is_Atom for expr in exprs)

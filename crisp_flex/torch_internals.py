@@ -4,8 +4,8 @@ Run on torch 2.11.0 (H200, CUDA 13.0) and 2.13.0 (CPU). What is used, and what w
 change: the operators `flex_attention` and `invoke_subgraph` (tests/test_end_to_end.py), the field
 order of `BlockMask.as_tuple()` (13 fields in 2.11 and 2.12, 17 in 2.13: read off, not copied),
 `torch._inductor.compile_fx` and its option lists (tests/test_models.py), `flex_cpu` (the C++
-kernel's own test), `CompileContext`, `SymNode.guard_float` and `.expr`, the identity of a storage,
-operator schemas, and the names of vmap and F.pad in a Dynamo graph (tests/passes).
+kernel's own test), `CompileContext`, `SymNode.guard_float`, `.expr` and `.hint`, the identity of a
+storage, operator schemas, and the names of vmap and F.pad in a Dynamo graph (tests/passes).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch._inductor
 from torch import fx
 from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -34,7 +35,9 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "Sizes",
     "block_mask_fields",
+    "compile_apart",
     "compile_with_inductor",
     "cpu_has_flex",
     "current_compile_id",
@@ -42,9 +45,10 @@ __all__ = [
     "inductor_settings",
     "is_plain",
     "size_expr",
+    "size_hint",
     "specialise_float",
     "storage_id",
-    "trace_apart",
+    "symbols_of",
     "uncompiled_call",
     "written_arguments",
 ]
@@ -147,6 +151,58 @@ def size_expr(size: int | torch.SymInt) -> sympy.Expr | None:
     return expr if isinstance(expr, sympy.Expr) else None
 
 
+class Sizes:
+    """Decides facts about the sizes of the tensors of a graph, by guards where it must.
+
+    Args:
+        tensor: Any fake tensor of the graph.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._env = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
+
+    def known(self, fact: sympy.Basic) -> bool:
+        """Whether a relation holds for all sizes that the graph takes."""
+        if fact in (True, False):
+            return bool(fact)
+        return self._env is not None and statically_known_true(self._env.create_symboolnode(fact))
+
+    def hold(self, fact: sympy.Basic) -> bool:
+        """Whether a relation holds for the sizes that the graph is compiled for, made a guard.
+
+        False, without a guard, where a size is only known when the graph runs.
+        """
+        if self.known(fact):
+            return True
+        if self._env is None or self.known(sympy.Not(fact)) or free_unbacked_symbols(fact):
+            return False
+        return bool(self._env.create_symboolnode(fact))
+
+    def number(self, size: sympy.Expr) -> int | None:
+        """The number that a size is, made a guard; None where only the run of the graph tells."""
+        if size.is_Integer:
+            return int(size)
+        if self._env is None or free_unbacked_symbols(size):
+            return None
+        return int(self._env.evaluate_expr(size))
+
+
+def symbols_of(value: object) -> set[sympy.Symbol]:
+    """The symbol that a SymInt is, before and after what guards have found equal; else nothing."""
+    if not isinstance(value, torch.SymInt):
+        return set()
+    exprs = (getattr(value.node, name, None) for name in ("_expr", "expr"))
+    return {expr for expr in exprs if isinstance(expr, sympy.Symbol)}
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """The size that a graph is being compiled for, with no guard; None where there is none."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    hint = getattr(size.node, "hint", None)
+    return hint if isinstance(hint, int) else None
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is dense, of no wrapper subclass, and under no torch.func transform."""
     return (
@@ -162,7 +218,11 @@ def uncompiled_call(model: Callable[..., Any]) -> Callable[..., Any]:
     return model._call_impl if isinstance(model, torch.nn.Module) else model
 
 
-def trace_apart(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+def compile_apart(
+    fn: Callable[..., Any],
+    backend: Callable[..., Any],
+    **options: Any,  # noqa: ANN401
+) -> Callable[..., Any]:
     """fn under torch.compile, with nothing left in the caches that another compilation looks into.
 
     Dynamo keeps what it compiled on code objects and counts the entries towards its recompile
@@ -176,7 +236,6 @@ def trace_apart(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable
     apart = types.FunctionType(
         call.__code__.replace(), call.__globals__, "call", None, call.__closure__
     )
-    options: dict[str, Any] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(apart, backend=backend, **options)
@@ -204,3 +263,8 @@ def written_arguments(
         for position, argument in enumerate(overload._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield None if argument.kwarg_only else position, argument.name
+
+
+def profiling() -> bool:
+    """Whether torch.profiler or emit_nvtx records now."""
+    return bool(torch._C._autograd._profiler_enabled())

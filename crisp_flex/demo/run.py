@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import crisp_flex
-from crisp_flex.config import CrispConfig
+from crisp_flex.config import BLOCK_SIZE, CrispConfig
 from crisp_flex.demo.errors import DemoError
 from crisp_flex.demo.measure import answer, each_layer, kl, prompt_step, top1_agreement
 from crisp_flex.demo.model import LoadedModel, load
@@ -85,7 +85,10 @@ def run(options: DemoOptions) -> DemoResult:
     if options.length < 1:
         raise DemoError(f"--length is {options.length}; it must be a number of tokens above 0.")
     config = CrispConfig.preset(
-        options.preset, policy=options.policy, min_seqlen=min(1024, options.length)
+        options.preset,
+        policy=options.policy,
+        min_seqlen=min(1024, options.length),
+        block_size=BLOCK_SIZE,  # the picture's grid
     )
     start = time.perf_counter()
     loaded = load(options.model, device=device, dtype=dtype, cache=options.cache)
@@ -127,7 +130,7 @@ def _compare(
     with step("answering, dense", layers) as advance, each_layer(model, advance):
         dense = answer(model, prompt.ids, positions=positions)
 
-    block_kv = config.block_size[1]
+    block_kv = config.tokens_per_block[1]
     recorder = BlockRecorder(Nkv=(len(prompt.ids) + block_kv - 1) // block_kv)
     crisp_flex.compile(model, config)
     with step("compiling and answering, sparse"), observe(recorder):
