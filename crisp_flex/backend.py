@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from crisp_flex import torch_internals
+from crisp_flex import torch_internals, wrappers
 from crisp_flex.config import CrispConfig, field_names
 from crisp_flex.errors import ConfigError, CrispFlexError
 from crisp_flex.passes.pipeline import run_passes
@@ -117,8 +118,10 @@ def compile(
     """Make the long prompts of model run sparsely; decode steps and short prompts stay dense.
 
     A module is compiled in place (`torch.nn.Module.compile`), so the same object comes back, its
-    state_dict keys do not change, and `model.generate(...)` takes the compiled forward. Any other
-    callable comes back as `torch.compile` returns it.
+    state_dict keys do not change, and `model.generate(...)` takes the compiled forward, also where
+    PEFT wraps the model. Hooks that accelerate put around modules (`device_map=`) and that do
+    nothing there are taken off, and what stands below the others is compiled: a graph a device, or
+    a graph a layer on several. Any other callable comes back as `torch.compile` returns it.
 
     Args:
         model: A torch.nn.Module in eval mode, or a function of tensors.
@@ -141,12 +144,29 @@ def compile(
         options=torch_compile_kwargs.pop("options", None),
     )
     if isinstance(model, torch.nn.Module):
-        model.compile(backend=backend, **torch_compile_kwargs)
+        _compile_module(model, backend, torch_compile_kwargs)
+        for inside in wrappers.models_inside(model):
+            _compile_module(inside, backend, torch_compile_kwargs)
         _backends[model] = backend
         return model
     compiled = torch.compile(model, backend=backend, **torch_compile_kwargs)
     _backends[compiled] = backend
     return compiled  # type: ignore[return-value]  # torch.compile keeps the signature
+
+
+def _compile_module(
+    module: torch.nn.Module, backend: CrispFlexBackend, options: Mapping[str, Any]
+) -> None:
+    """Compile a module in place, or what stands below the hooks that accelerate put on it."""
+    blocks: list[Any] = wrappers.open_hooks(module)
+    for block in blocks:
+        inner = block._old_forward
+        # blocks share their code, and Dynamo counts what it compiles of one code object
+        block._old_forward = functools.wraps(inner)(
+            torch_internals.compile_apart(inner, backend, **options)
+        )
+    if not blocks:
+        module.compile(backend=backend, **options)
 
 
 def reports(model: Callable[..., Any]) -> list[RewriteReport]:
@@ -192,7 +212,7 @@ def explain(
         seen[torch_internals.current_compile_id()] = run_passes(copied, settings)
         return gm.forward
 
-    torch_internals.trace_apart(torch_internals.uncompiled_call(model), backend)(*args, **kwargs)
+    torch_internals.compile_apart(torch_internals.uncompiled_call(model), backend)(*args, **kwargs)
     if not seen:
         raise CrispFlexError(
             "explain: Dynamo traced no graph of this call; look for its warning about the "

@@ -37,15 +37,16 @@ class Reason(Enum):
     FLOAT_MASK = "attn_mask is additive (a bias), not boolean"
     MASK_IS_INPUT = "attn_mask is an input of the graph, so what it says cannot be proved"
     MASK_NOT_CAUSAL = "attn_mask was read and is not causal"
-    MASK_OFFSET = "attn_mask is causal with an offset: a later chunk or turn"
-    MASK_WINDOW = "attn_mask has a sliding window or chunks"
+    MASK_OFFSET = "attn_mask is causal, but where the queries stand among the keys is not proved"
+    MASK_WINDOW = "attn_mask has a sliding window of a width that is not known"
+    MASK_CHUNKS = "attn_mask separates chunks of positions"
     MASK_DOCUMENTS = "attn_mask separates packed documents"
-    MASK_KV_LIMIT = "attn_mask hides the unfilled end of a cache"
+    MASK_KV_LIMIT = "attn_mask hides keys at the end that the queries would reach"
     MASK_UNREAD = "a part of attn_mask could not be proved to mean anything known"
     CPU_DYNAMIC_PADDING = (
         "a padding mask with a dynamic batch or length does not compile on the CPU"
     )
-    TOO_SHORT = "Lq is below min_seqlen"
+    TOO_SHORT = "less work than a prompt of min_seqlen tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class SiteReport:
         kernel: "FLASH", "TRITON" or "CPU" where the site was rewritten, else "".
         policy: Selection policy where the site was rewritten, else "".
         rejection: Why the call was left as it was; None where it was rewritten.
+        head_groups: Parts that the heads are computed in, one after the other; above 1 for long
+            prompts on CUDA.
     """
 
     index: int
@@ -82,6 +85,7 @@ class SiteReport:
     kernel: str = ""
     policy: str = ""
     rejection: Rejection | None = None
+    head_groups: int = 1
 
     @property
     def rewritten(self) -> bool:
@@ -91,7 +95,9 @@ class SiteReport:
     def __str__(self) -> str:
         where = self.module_path or self.node
         if self.rejection is None:
-            return f"{where}: rewritten, {self.policy} on {self.kernel}, {self.mask}, {self.shapes}"
+            groups = f" in {self.head_groups} head groups" if self.head_groups > 1 else ""
+            how = f"{self.policy} on {self.kernel}{groups}"
+            return f"{where}: rewritten, {how}, {self.mask}, {self.shapes}"
         return f"{where}: left dense: {self.rejection}, {self.shapes}"
 
 

@@ -9,7 +9,8 @@ from crisp_flex.passes.node_ops import in_place_name, op_name
 # Operations that make a tensor of their own: nothing else can see it being changed.
 _FRESH = frozenset(
     {"add", "sub", "mul", "floordiv", "le", "lt", "ge", "gt", "eq", "ne", "bitand", "bitor"}
-    | {"and", "or", "invert", "not", "arange", "ones", "zeros", "full", "full_like"}
+    | {"and", "or", "invert", "not", "arange", "ones", "zeros", "full", "full_like", "where"}
+    | {"masked_fill", "tril", "triu"}
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import (
@@ -16,28 +17,32 @@ from crisp_flex import torch_internals
 from crisp_flex.config import CrispConfig
 from crisp_flex.passes.mask_spec import MaskSpec
 from crisp_flex.passes.match import SdpaSite
-from crisp_flex.passes.node_ops import tensor_of, value_of
+from crisp_flex.passes.node_ops import shape_of, size_expr, tensor_of, value_of
+from crisp_flex.passes.placement import Placement, place
+from crisp_flex.passes.size_nodes import can_build
 from crisp_flex.report import Reason, Rejection
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MIN_HEAD_DIM = {"cpu": 8, "cuda": 16}
+# Query blocks from which on a chunk may be sparse, whatever it looks back on.
+_CHUNK_BLOCKS = 8
 
 
 def check(
     site: SdpaSite, key: fx.Node, value: fx.Node, mask: MaskSpec | None, config: CrispConfig
-) -> Rejection | None:
-    """None if the site may be rewritten, else the first reason against it.
+) -> Placement | Rejection:
+    """How the mask of a site that may be rewritten reads, else the first reason against it.
 
     Args:
         site: The call.
         key: [B, Hkv, Lkv, D], its key with a repetition of heads taken off (`unrepeat_kv`).
         value: [B, Hkv, Lkv, Dv], likewise.
-        mask: The reading of a boolean attn_mask that is computed in the graph, else None.
+        mask: The reading of an attn_mask that is computed in the graph, else None.
         config: The settings of this site.
 
     A length that is only known symbolically is compared with min_seqlen by a guard, so that shorter
-    calls get a dense graph of their own. That is the last test: a refused site adds no such guard.
+    calls get a dense graph of their own. That comes behind all that is known without guards.
     """
     if not config.enabled:
         return Rejection(Reason.DISABLED)
@@ -47,7 +52,7 @@ def check(
     if q is None or k is None or v is None or out is None:
         return Rejection(Reason.NO_SHAPES)
     call = _Call(site, q, k, v, out, mask, config)
-    return next((no for test in _TESTS for no in test(call)), None)
+    return next((no for test in _TESTS for no in test(call)), None) or _place(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,8 @@ def _shape(call: _Call) -> Iterator[Rejection]:
     Hq, Hkv, Hv, Hout = (int(t.shape[1]) for t in (q, k, v, out))
     given_key = tensor_of(call.site.key)
     repeated = given_key is not None and int(given_key.shape[1]) == Hq
-    grouped = call.site.enable_gqa is True or Hq == Hkv or repeated
+    # one key head is broadcast without enable_gqa, too
+    grouped = call.site.enable_gqa is True or Hq == Hkv or Hkv == 1 or repeated
     if Hkv != Hv or Hkv == 0 or Hq % Hkv or Hout != Hq or not grouped:
         yield Rejection(
             Reason.HEADS_MISMATCH, f"Hq={Hq}, Hkv={Hkv}, enable_gqa={call.site.enable_gqa}"
@@ -127,57 +133,78 @@ def _meaning(call: _Call) -> Iterator[Rejection]:
     given = tensor_of(site.attn_mask)
     if site.is_causal:
         yield Rejection(Reason.MASK_WITH_CAUSAL)
-    if given is not None and given.dtype != torch.bool:
-        yield Rejection(Reason.FLOAT_MASK, str(given.dtype))
+    additive = given is not None and given.dtype != torch.bool
     if mask is None:
-        yield Rejection(Reason.MASK_IS_INPUT)
-    elif not mask.is_plain_causal:
-        yield _why_not_causal(mask)
-
-
-def _why_not_causal(mask: MaskSpec) -> Rejection:
-    reading = mask.describe()
-    if mask.volatile:
-        changed = ", ".join(node.name for node in mask.volatile)
-        return Rejection(Reason.MASK_UNREAD, f"{reading}; {changed} is written to behind the mask")
-    if mask.other or mask.by_position:
-        return Rejection(Reason.MASK_UNREAD, reading)
-    if not mask.causal:
-        return Rejection(Reason.MASK_NOT_CAUSAL, reading)
-    if mask.window is not None or mask.chunk:
-        return Rejection(Reason.MASK_WINDOW, reading)
-    if mask.documents:
-        return Rejection(Reason.MASK_DOCUMENTS, reading)
-    if mask.q_offset != 0:
-        return Rejection(Reason.MASK_OFFSET, reading)
-    if mask.kv_limit is not None:
-        return Rejection(Reason.MASK_KV_LIMIT, reading)
-    return Rejection(Reason.MASK_UNREAD, reading)
+        yield Rejection(Reason.FLOAT_MASK if additive else Reason.MASK_IS_INPUT)
+    elif additive and mask.other:
+        yield Rejection(Reason.FLOAT_MASK, mask.describe())
+    elif mask.finite and not mask.rows_see_something:
+        yield Rejection(Reason.FLOAT_MASK, f"{mask.describe()}; a row may be all minimum")
+    elif mask.other or mask.by_position or len(mask.padding) > 1:
+        yield Rejection(Reason.MASK_UNREAD, mask.describe())
+    elif not mask.causal:
+        yield Rejection(Reason.MASK_NOT_CAUSAL, mask.describe())
+    elif mask.chunk:
+        yield Rejection(Reason.MASK_CHUNKS, mask.describe())
+    elif mask.documents:
+        yield Rejection(Reason.MASK_DOCUMENTS, mask.describe())
 
 
 def _length(call: _Call) -> Iterator[Rejection]:
-    q, k, v, config = call.q, call.k, call.v, call.config
+    q, k, v, mask = call.q, call.k, call.v, call.mask
     Lq, Lkv, Lv = q.shape[2], k.shape[2], v.shape[2]
-    padding = call.mask.padding[0] if call.mask is not None and call.mask.padding else None
-    source = None if padding is None else tensor_of(padding.source)
+    source = None if mask is None or not mask.padding else tensor_of(mask.padding[0].source)
     if source is not None and q.device.type == "cpu":
         sizes = [size for t in (q, k, v, source) for size in t.shape]
         if not all(isinstance(size, int) for size in sizes):
             yield Rejection(Reason.CPU_DYNAMIC_PADDING, f"B={q.shape[0]}, Lq={Lq}")
-    static = isinstance(Lq, int) and isinstance(Lkv, int)
-    if isinstance(Lq, int) and Lq < config.min_seqlen:
-        yield Rejection(Reason.TOO_SHORT, f"Lq={Lq}, min_seqlen={config.min_seqlen}")
-    # is_causal is top-left aligned, so only a square call may be read as causal. Separate inputs of
-    # a dynamic graph have different symbols even when equal: that takes a guard.
-    if not statically_known_true(Lq == Lkv) and (static or not bool(Lq == Lkv)):
-        yield Rejection(Reason.LENGTHS_DIFFER, f"Lq={Lq}, Lkv={Lkv}")
     if not statically_known_true(Lkv == Lv) and not bool(Lkv == Lv):
         yield Rejection(Reason.LENGTHS_DIFFER, f"Lkv={Lkv} of the key, {Lv} of the value")
-    width = Lkv if source is None else source.shape[1]
-    if not statically_known_true(width == Lkv) and not bool(width >= Lkv):
-        yield Rejection(Reason.LENGTHS_DIFFER, f"Lkv={Lkv}, {width} in the padding mask")
-    if not bool(Lq >= config.min_seqlen):
-        yield Rejection(Reason.TOO_SHORT, f"Lq={Lq}, min_seqlen={config.min_seqlen}")
+    if not _pays(call):
+        detail = f"Lq={Lq}, Lkv={Lkv}, min_seqlen={call.config.least_tokens}"
+        yield Rejection(Reason.TOO_SHORT, detail)
+
+
+def _pays(call: _Call) -> bool:
+    """Whether the call has at least the work of a whole prompt of min_seqlen tokens.
+
+    A whole prompt: Lq >= min_seqlen. A chunk behind other keys: as many visible pairs, and so many
+    query blocks that exact rows are few of them (four blocks are audited over all keys). Symbolic
+    lengths are compared by a guard.
+    """
+    sizes, mask, least = torch_internals.Sizes(call.q), call.mask, call.config.least_tokens
+    Lq = size_expr(call.q.shape[2])
+    seen = Lq if mask is None else Lq + mask.q_offset
+    if mask is not None and mask.tensors(seen):  # the limit tells how far a cache is filled
+        seen = Lq if mask.kv_limit is None or mask.tensors(mask.kv_limit) else mask.kv_limit
+    if seen == Lq:
+        return sizes.hold(sympy.Ge(Lq, least))
+    fewest = min(least, _CHUNK_BLOCKS * call.config.tokens_per_block[0])
+    pairs = sympy.expand(Lq * (2 * seen - Lq))  # visible ones, twice
+    return sizes.hold(sympy.Ge(Lq, fewest)) and sizes.hold(sympy.Ge(pairs, least**2))
+
+
+def _place(call: _Call) -> Placement | Rejection:
+    reading = "causal" if call.mask is None else call.mask.describe()
+    placed = place(call.q, call.k, call.mask, reading=reading)
+    if isinstance(placed, Rejection):
+        return placed
+    graph = call.site.node.graph
+    if placed.cut and not can_build(graph, placed.Lkv):
+        return Rejection(Reason.MASK_OFFSET, reading)
+    if placed.padding is not None:
+        start, sizes = placed.padding.kv_offset, torch_internals.Sizes(call.q)
+        rows, width = shape_of(placed.padding.source)
+        B = size_expr(call.q.shape[0])
+        if not can_build(graph, start):
+            return Rejection(Reason.MASK_OFFSET, reading)
+        if placed.padding.per_batch and not sizes.hold(sympy.Eq(rows, B)):
+            return Rejection(Reason.BATCH_MISMATCH, f"{B}, {rows} in the padding mask")
+        if not sizes.hold(sympy.Ge(width, start + placed.Lkv)):
+            return Rejection(
+                Reason.LENGTHS_DIFFER, f"Lkv={placed.Lkv}, {width} in the padding mask"
+            )
+    return placed
 
 
 _TESTS: tuple[Callable[[_Call], Iterator[Rejection]], ...] = (_kind, _shape, _meaning, _length)

@@ -1,12 +1,14 @@
-"""Read a boolean attn_mask: from the nodes that build it to a MaskSpec."""
+"""Read an attn_mask: from the nodes that build it to a MaskSpec."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import sympy
 import torch
 from torch import fx
 
-from crisp_flex.passes.lift_element import ElementLifter
+from crisp_flex.passes.lift_bias import BiasLifter
 from crisp_flex.passes.mask_formula import INDICES, Coords
 from crisp_flex.passes.mask_spec import MaskSpec
 from crisp_flex.passes.mutation import in_place_conflict, written_later
@@ -27,22 +29,26 @@ def lift_mask(mask: fx.Node) -> MaskSpec:
         MaskSpec(causal=True, padding=(PaddingLoad(attention_mask),))
 
     Args:
-        mask: Boolean, of rank 2 to 4, broadcastable to (B, Hq, Lq, Lkv).
+        mask: Boolean, or additive with nothing but 0 and -inf (or the dtype's minimum) in it; of
+            rank 2 to 4, broadcastable to (B, Hq, Lq, Lkv).
 
     Returns:
         What was read.  A mask, or a conjunct of it, that is not understood is in `other`; nothing
         is raised for it.  The reading holds for the tensors' values where mask stands.
     """
     tensor = tensor_of(mask)
-    if tensor is None or tensor.dtype != torch.bool or not 2 <= tensor.ndim <= 4:
-        kind = "no tensor" if tensor is None else f"{tensor.dtype}, rank {tensor.ndim}"
-        return MaskSpec(other=(f"mask {mask.name} is not boolean of rank 2 to 4: {kind}",))
+    if tensor is None or not 2 <= tensor.ndim <= 4:
+        kind = "no tensor" if tensor is None else f"rank {tensor.ndim}"
+        return MaskSpec(other=(f"mask {mask.name} is not of rank 2 to 4: {kind}",))
     if (conflict := in_place_conflict(mask)) is not None:
         return MaskSpec(other=(conflict,))
-    lifter = ElementLifter()
+    lifter = BiasLifter()
     try:
-        formula = lifter.truth(mask, _mask_coords(mask))
-        spec = read_mask(formula, mask, lifter.sources)
+        if tensor.dtype == torch.bool:
+            formula = lifter.truth(mask, _mask_coords(mask))
+        else:
+            formula = lifter.visible(mask, _mask_coords(mask), tensor.dtype)
+        spec = replace(read_mask(formula, mask, lifter.sources), finite=lifter.finite)
     except (UnreadError, RecursionError) as error:
         return MaskSpec(other=(f"mask {mask.name}: {error}",))
     return written_later(spec, mask)

@@ -1,4 +1,4 @@
-"""What lift_mask hands on: the reading of one boolean attn_mask, as data."""
+"""What lift_mask hands on: the reading of one attn_mask, as data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import sympy
+
+from crisp_flex.passes.node_ops import tensor_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -22,7 +24,8 @@ class PaddingLoad:
 
     Args:
         source: 2-D tensor node of any dtype, (B, >= Lkv) if per_batch and (1, >= Lkv) if not;
-            under a kv_limit its second dimension may end there.
+            under a kv_limit its second dimension may end there. A symbolic first dimension may have
+            another symbol than B.
         kv_offset: Tokens between key k and its column in source, >= 0.
         per_batch: False where one row serves the whole batch.
     """
@@ -34,7 +37,7 @@ class PaddingLoad:
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
-    """A boolean mask over (b, h, q, k) as a conjunction; the default is the all-true mask.
+    """A mask over (b, h, q, k) as a conjunction; the default is the all-true mask.
 
     An empty `other` and no flag among chunk, documents and by_position: the mask is exactly the
     conjunction of the rest.  Otherwise the rest is necessary, but not sufficient, for visibility.
@@ -52,6 +55,8 @@ class MaskSpec:
         other: The text of each conjunct that was not read.
         volatile: Tensors read by padding, q_offset, window or kv_limit that a later node changes in
             place: their values hold where the mask stands in the graph, and only there.
+        finite: What is hidden is hidden by a finite number, the minimum of an additive dtype:
+            a row that sees nothing then has equal weights, where it gives 0 otherwise.
         symbols: The nodes behind the free symbols of q_offset, window, kv_limit and kv_offset; a
             symbol without a node of its own (a size of some tensor) is left out.
     """
@@ -66,6 +71,7 @@ class MaskSpec:
     by_position: bool = False
     other: tuple[str, ...] = ()
     volatile: tuple[fx.Node, ...] = ()
+    finite: bool = False
     symbols: tuple[tuple[sympy.Symbol, fx.Node], ...] = ()
 
     @property
@@ -81,6 +87,26 @@ class MaskSpec:
             and len(self.padding) <= 1
             and all(load.kv_offset == 0 for load in self.padding)
         )
+
+    @property
+    def rows_see_something(self) -> bool:
+        """Whether it is proved of every query that its own key is visible, if it has one."""
+        return self.causal and not (
+            self.padding or self.kv_limit is not None or self.tensors(self.q_offset)
+        )
+
+    @property
+    def may_capture(self) -> bool:
+        """Whether the kernel's mask_mod may have to read a tensor, or lists with one head."""
+        sized = not self.q_offset.is_Integer
+        return sized or bool(self.padding) or self.window is not None
+
+    def tensors(self, expr: sympy.Expr) -> dict[sympy.Symbol, fx.Node]:
+        """The symbols of expr that stand for an element of a tensor, not for a size."""
+        nodes = dict(self.symbols)
+        return {
+            s: nodes[s] for s in expr.free_symbols if s in nodes and tensor_of(nodes[s]) is not None
+        }
 
     def describe(self) -> str:
         """One line for reports, as in "causal + window 4096 + padding"."""

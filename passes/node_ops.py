@@ -35,6 +35,9 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "zeros": ("zeros", "zeros_like", "new_zeros"),
     "full": ("full",),
     "full_like": ("full_like", "new_full"),
+    "scalar": ("tensor", "scalar_tensor"),
+    "where": ("where",),
+    "masked_fill": ("masked_fill",),
     "tril": ("tril",),
     "triu": ("triu",),
     "diff": ("diff",),
@@ -59,6 +62,7 @@ _IN_PLACE: dict[str, tuple[str, ...]] = {
     "bitor": ("ior", "__ior__", "bitwise_or_"),
     "and": ("logical_and_",),
     "or": ("logical_or_",),
+    "masked_fill": ("masked_fill_",),
 }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from torch import fx
 
+from crisp_flex import flex_hop
 from crisp_flex.config import CrispConfig
 from crisp_flex.passes.dead_nodes import ancestors, erase_dead_ancestors
 from crisp_flex.passes.eligibility import check
@@ -14,20 +14,24 @@ from crisp_flex.passes.lift_mask import lift_mask
 from crisp_flex.passes.mask_spec import MaskSpec
 from crisp_flex.passes.match import SdpaSite, find_sdpa_sites
 from crisp_flex.passes.node_ops import tensor_of
-from crisp_flex.passes.rewrite import Rewriter
+from crisp_flex.passes.placement import Placement
+from crisp_flex.passes.rewrite import Rewriter, Rewritten
 from crisp_flex.passes.unrepeat_kv import unrepeat_kv
 from crisp_flex.report import RewriteReport, SiteReport
 
 log = logging.getLogger(__name__)
 
 
-def run_passes(gm: fx.GraphModule, config: CrispConfig) -> RewriteReport:
+def run_passes(
+    gm: fx.GraphModule, config: CrispConfig, *, share_regions: bool = True
+) -> RewriteReport:
     """Rewrite in place every attention call of gm that is proved to be causal prefill.
 
     Args:
         gm: A Dynamo (torch-level) graph with fake tensors in `meta["example_value"]`, or the graph
             of an exported program (`meta["val"]`).
         config: What to route; its overrides are applied per site.
+        share_regions: On the CPU, alike calls share one subgraph; AOTInductor takes no subgraphs.
 
     Returns:
         One SiteReport a call, in order. A rejected call and all that it needs are unchanged.
@@ -35,17 +39,18 @@ def run_passes(gm: fx.GraphModule, config: CrispConfig) -> RewriteReport:
     report = RewriteReport()
     masks: dict[fx.Node, MaskSpec] = {}
     dead: set[fx.Node] = set()
-    rewriter = Rewriter(gm)
+    rewriter = Rewriter(gm, share_regions=share_regions)
     for site in find_sdpa_sites(gm):
         site_config = config.for_site(site.index, site.module_path)
         mask = _read_mask(site, masks)
         key, value, _ = unrepeat_kv(site.key, site.value)
-        rejection = check(site, key, value, mask, site_config)
-        kernel = ""
+        site_config = _settled(site_config, site, value, mask)
+        found = check(site, key, value, mask, site_config)
+        rewritten = Rewritten(kernel="", policy="", head_groups=1)
         shapes = _shapes(site, key)
-        if rejection is None:
+        if isinstance(found, Placement):
             dead |= _left_over(site, key, value)
-            kernel = rewriter.rewrite(site, key, value, mask, site_config)
+            rewritten = rewriter.rewrite(site, key, value, found, site_config)
         report.sites.append(
             SiteReport(
                 index=site.index,
@@ -53,9 +58,10 @@ def run_passes(gm: fx.GraphModule, config: CrispConfig) -> RewriteReport:
                 module_path=site.module_path,
                 shapes=shapes,
                 mask=_mask_text(site, mask),
-                kernel=kernel,
-                policy=site_config.policy if rejection is None else "",
-                rejection=rejection,
+                kernel=rewritten.kernel,
+                policy=rewritten.policy,
+                head_groups=rewritten.head_groups,
+                rejection=None if isinstance(found, Placement) else found,
             )
         )
         log.info("%s", report.sites[-1])
@@ -67,16 +73,24 @@ def run_passes(gm: fx.GraphModule, config: CrispConfig) -> RewriteReport:
 
 
 def _read_mask(site: SdpaSite, masks: dict[fx.Node, MaskSpec]) -> MaskSpec | None:
-    """The reading of a mask that the graph computes; None for no mask, an input, or a bias."""
+    """The reading of a mask that the graph computes; None for no mask, or an input."""
     node = site.attn_mask
     if node is None or site.nested or node.op in ("placeholder", "get_attr"):
-        return None
-    given = tensor_of(node)
-    if given is None or given.dtype != torch.bool:
         return None
     if node not in masks:
         masks[node] = lift_mask(node)
     return masks[node]
+
+
+def _settled(
+    config: CrispConfig, site: SdpaSite, value: fx.Node, mask: MaskSpec | None
+) -> CrispConfig:
+    """config with this GPU's numbers for what it leaves open; all later passes see those."""
+    q, v = tensor_of(site.query), tensor_of(value)
+    if q is None or v is None:  # refused by check()
+        return config
+    captures = mask is not None and mask.may_capture
+    return flex_hop.settle(config, q, v, captures=captures)
 
 
 def _left_over(site: SdpaSite, key: fx.Node, value: fx.Node) -> set[fx.Node]:

@@ -131,7 +131,9 @@ class _Reader:
         row, column = element.coords
         rows = shape_of(element.node)[0]
         offset = sympy.expand(column - K)
-        if row not in (B, 0) or rows != (self.batch if row == B else 1):
+        batch = self.batch if row == B else sympy.Integer(1)
+        # separate inputs have separate symbols for one batch size: `check` compares them
+        if row not in (B, 0) or (rows != batch and (rows.is_Integer or row != B)):
             return False
         if _loads(offset) or offset.free_symbols & set(INDICES) or not offset.is_nonnegative:
             return False

@@ -25,7 +25,9 @@ def test_a_reason_is_a_sentence_and_no_two_are_alike():
     sentences = [reason.value for reason in Reason]
     assert len(set(sentences)) == len(sentences)
     assert all(len(sentence.split()) >= 3 and not sentence.endswith(".") for sentence in sentences)
-    assert str(Rejection(Reason.TOO_SHORT, "Lq=64")) == "Lq is below min_seqlen (Lq=64)"
+    assert str(Rejection(Reason.TOO_SHORT, "Lq=64")) == (
+        "less work than a prompt of min_seqlen tokens (Lq=64)"
+    )
 
 
 def test_torch_logs_shows_each_site_with_its_compile_id():
@@ -43,4 +45,4 @@ def test_torch_logs_shows_each_site_with_its_compile_id():
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert "[0/0] scaled_dot_product_attention: left dense: Lq is below min_seqlen" in run.stderr
+    assert "[0/0] scaled_dot_product_attention: left dense: less work than" in run.stderr

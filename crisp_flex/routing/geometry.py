@@ -30,9 +30,9 @@ class Geometry:
     block_kv: int
     Nq: int
     Nkv: int
-    # Position of query 0 among the keys.
-    offset: int
-    # [B, Lkv] bool, or None if every key is there.
+    # Position of query 0 among the keys; [1] int64 if it is only known when the graph runs.
+    offset: int | Tensor
+    # [B, Lkv] bool, or None if every key is there; [1, Lkv] if only the offset says which are.
     key_valid: Tensor | None
     # [B'] int64: first valid key, and one past the last; start > end if there is none.
     start: Tensor
@@ -53,19 +53,34 @@ class Geometry:
 
     @classmethod
     def of(
-        cls, query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
+        cls,
+        query: Tensor,
+        key: Tensor,
+        key_valid: Tensor | None,
+        params: RouteParams,
+        q_offset: Tensor | None = None,
     ) -> Geometry:
-        """The geometry of routing query [B, Hq, Lq, D] over key [B, Hkv, Lkv, D]."""
+        """The geometry of routing query [B, Hq, Lq, D] over key [B, Hkv, Lkv, D].
+
+        q_offset: [1] integer position of query 0 among the keys, in [0, Lkv - Lq]; None is
+            Lkv - Lq. Keys behind the last query are then seen by nobody.
+        """
         Lq, Lkv = query.shape[2], key.shape[2]
         block_q, block_kv = params.block_q, params.block_kv
         Nq, Nkv = -(-Lq // block_q), -(-Lkv // block_kv)
-        offset = Lkv - Lq
         device = query.device
-        visible, full = block_classes(Lq, Lkv, block_q, block_kv, key_valid, device=device)
+        offset: int | Tensor = Lkv - Lq
+        if q_offset is not None:
+            offset = q_offset.long()
+            reached = torch.arange(Lkv, device=device)[None] < offset[:, None] + Lq
+            key_valid = reached if key_valid is None else key_valid & reached
+        visible, full = block_classes(
+            Lq, Lkv, block_q, block_kv, key_valid, device=device, offset=offset
+        )
         start, end = valid_range(key_valid, Lkv, device=device)
         blocks = torch.arange(Nkv, device=device)
         q_first = torch.arange(Nq, device=device) * block_q + offset
-        q_last = (q_first + (block_q - 1)).clamp(max=Lkv - 1)
+        q_last = (q_first + (block_q - 1)).clamp(max=offset + (Lq - 1))
         return cls(
             Lq=Lq,
             Lkv=Lkv,
@@ -143,10 +158,11 @@ def block_classes(
     key_valid: Tensor | None,
     *,
     device: torch.device,
+    offset: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Which blocks hold a visible pair, and in which all pairs of existing tokens are visible.
 
-    Query i sees key j if j <= i + Lkv - Lq and key_valid[b, j]. The ragged tail block of the keys
+    Query i sees key j if j <= i + offset and key_valid[b, j]. The ragged tail block of the keys
     may be full: the attention kernel masks what lies beyond Lkv itself.
 
     Args:
@@ -156,13 +172,15 @@ def block_classes(
         block_kv: Key tokens per block.
         key_valid: [B, Lkv] bool, or None if every key is valid.
         device: Where the result lies.
+        offset: Position of query 0 among the keys, a number or [1] int64; None is Lkv - Lq.
 
     Returns:
         visible, full: [B, 1, Nq, Nkv] bool, B 1 without key_valid; full implies visible.
     """
     Nq, Nkv = -(-Lq // block_q), -(-Lkv // block_kv)
-    q_first = (torch.arange(Nq, device=device) * block_q + (Lkv - Lq))[:, None]
-    q_last = (q_first + (block_q - 1)).clamp(max=Lkv - 1)
+    offset = Lkv - Lq if offset is None else offset
+    q_first = (torch.arange(Nq, device=device) * block_q + offset)[:, None]
+    q_last = (q_first + (block_q - 1)).clamp(max=offset + (Lq - 1))
     k_first = (torch.arange(Nkv, device=device) * block_kv)[None]
     k_last = (k_first + (block_kv - 1)).clamp(max=Lkv - 1)
     if key_valid is None:
@@ -176,16 +194,23 @@ def block_classes(
     return visible, full
 
 
-def partial_slots(block_q: int, block_kv: int, Lq: int, Lkv: int, has_key_valid: bool) -> int:
+def partial_slots(
+    block_q: int,
+    block_kv: int,
+    Lq: int,
+    Lkv: int,
+    has_key_valid: bool,
+    has_q_offset: bool = False,
+) -> int:
     """Slots that the partial list of a query block may need: a bound that holds for every offset.
 
     Without a key mask only blocks on the causal diagonal are partial, so the bound comes from the
-    block sizes and from whether Lq equals Lkv (one comparison, fine for symbolic lengths). With a
-    key mask every block may be partial.
+    block sizes and from whether query 0 is known to stand at key 0 (Lq equals Lkv, one comparison,
+    fine for symbolic lengths, and no q_offset). With a key mask every block may be partial.
     """
     if has_key_valid:
         return (Lkv + block_kv - 1) // block_kv
-    if Lq == Lkv:
+    if not has_q_offset and Lq == Lkv:
         # query blocks start at multiples of gcd within a key block
         return (block_q + block_kv - math.gcd(block_q, block_kv) - 1) // block_kv + 1
     # the tokens after the first of a query block, anywhere in the grid

@@ -114,7 +114,7 @@ def _audit(
     positions = positions + g.offset
     valid = (positions >= g.start[:, None]) & (positions < g.end[:, None])
     key_limit = g.Lkv
-    if g.key_valid is None:
+    if g.key_valid is None and isinstance(g.offset, int):
         # the same block as in Geometry.audit_blocks, known without reading the tensor
         block = ((g.Lq * (i + 1) + count - 1) // count - 1) // g.block_q
         key_limit = min((block + 1) * g.block_q + g.offset, g.Lkv)

@@ -41,7 +41,11 @@ class Selection:
 
 
 def route(
-    query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
+    query: Tensor,
+    key: Tensor,
+    key_valid: Tensor | None,
+    params: RouteParams,
+    q_offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Block lists of sparse causal attention, in the layout of FlexAttention's BlockMask.
 
@@ -50,6 +54,8 @@ def route(
         key: [B, Hkv, Lkv, D], Hq a multiple of Hkv, Lkv >= Lq.
         key_valid: [B, Lkv] bool, False for padding; None if every key is valid.
         params: Policy and its numbers.
+        q_offset: [1] integer: query i stands at position i + q_offset instead, in a cache that is
+            filled up to the last query; 0 <= q_offset <= Lkv - Lq.
 
     Returns:
         kv_num_blocks: [B, Hq, Nq] int32, partial blocks per row.
@@ -61,12 +67,17 @@ def route(
     if query.shape[0] == 0:  # the shapes are those of a batch of one
         batch_of_one = (query.new_zeros(1, *query.shape[1:]), key.new_zeros(1, *key.shape[1:]))
         valid = None if key_valid is None else key_valid.new_ones(1, key_valid.shape[1])
-        counts, buffer, full_counts, stats = route(*batch_of_one, valid, params)
+        counts, buffer, full_counts, stats = route(*batch_of_one, valid, params, q_offset)
         return counts[:0], buffer[:0], full_counts[:0], stats[:0]
-    geometry = Geometry.of(query, key, key_valid, params)
+    geometry = Geometry.of(query, key, key_valid, params, q_offset)
     selection = _select(query, key, geometry, params)
     P = partial_slots(
-        params.block_q, params.block_kv, geometry.Lq, geometry.Lkv, key_valid is not None
+        params.block_q,
+        params.block_kv,
+        geometry.Lq,
+        geometry.Lkv,
+        key_valid is not None,
+        q_offset is not None,
     )
     partial = geometry.visible & ~geometry.full
     lists = compact(selection.keep, partial, P, geometry.Nkv)
@@ -74,10 +85,14 @@ def route(
 
 
 def select_blocks(
-    query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
+    query: Tensor,
+    key: Tensor,
+    key_valid: Tensor | None,
+    params: RouteParams,
+    q_offset: Tensor | None = None,
 ) -> Selection:
     """The blocks that route lists, as a bool map; arguments as there."""
-    return _select(query, key, Geometry.of(query, key, key_valid, params), params)
+    return _select(query, key, Geometry.of(query, key, key_valid, params, q_offset), params)
 
 
 def compact(keep: Tensor, partial: Tensor, P: int, C: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -104,8 +104,9 @@ def read(build, *inputs, Lq=L, Lkv=L, dynamic=None):
     spec = lift_mask(mask)
     real = seen[mask]
     if real.dtype != torch.bool:
-        assert spec.other
-        return spec
+        if spec.other:
+            return spec
+        real = real == 0
     real = real.expand(B, real.shape[-3] if real.dim() > 2 else 1, Lq, Lkv)
     claimed = meaning(spec, seen, real.shape)
     if is_exact(spec):

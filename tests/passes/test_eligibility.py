@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from graphs import capture, causal, padded_mask, position_mask, repeat_kv
 
 from crisp_flex import CrispConfig, Reason, torch_internals
+from crisp_flex.passes import eligibility
+from crisp_flex.passes.lift_mask import lift_mask
+from crisp_flex.passes.match import find_sdpa_sites
 from crisp_flex.passes.pipeline import run_passes
 
 L = 256
@@ -78,8 +81,14 @@ def documents(q, k, v, ids):
     return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
 
 
-def offset_chunk(q, k, v):
-    mask = position_mask(1, q.shape[2], k.shape[2], q.device, offset=k.shape[2] - q.shape[2])
+def behind_the_keys(q, k, v):
+    mask = position_mask(1, q.shape[2], k.shape[2], q.device, offset=k.shape[2] - 128)
+    return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
+
+
+def window_of_unknown_width(q, k, v, width):
+    query, key = torch.arange(L)[:, None], torch.arange(L)
+    mask = (key <= query) & (key > query - width)
     return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
 
 
@@ -109,7 +118,7 @@ REFUSED = {
     Reason.NOT_CAUSAL: (sdpa(is_causal=False), qkv(), CONFIG, None),
     Reason.LENGTHS_DIFFER: (causal, qkv(Lq=L, Lkv=2 * L), CONFIG, None),
     Reason.FLOAT_MASK: (
-        masked(lambda q, k: torch.where(k <= q, 0.0, float("-inf"))),
+        masked(lambda q, k: torch.where(k <= q, 0.1, float("-inf"))),
         qkv(),
         CONFIG,
         None,
@@ -121,8 +130,9 @@ REFUSED = {
         None,
     ),
     Reason.MASK_NOT_CAUSAL: (masked(lambda q, k: q <= k), qkv(), CONFIG, None),
-    Reason.MASK_OFFSET: (offset_chunk, qkv(Lq=L, Lkv=L + 64), CONFIG, None),
-    Reason.MASK_WINDOW: (masked(lambda q, k: (k <= q) & (k > q - 64)), qkv(), CONFIG, None),
+    Reason.MASK_OFFSET: (behind_the_keys, qkv(Lq=L, Lkv=L + 64), CONFIG, None),
+    Reason.MASK_WINDOW: (window_of_unknown_width, (*qkv(), torch.tensor(64)), CONFIG, None),
+    Reason.MASK_CHUNKS: (masked(lambda q, k: (k <= q) & (k // 64 == q // 64)), qkv(), CONFIG, None),
     Reason.MASK_DOCUMENTS: (
         documents,
         (*qkv(), torch.arange(L)[None] // 100),
@@ -208,3 +218,30 @@ def test_a_real_gradient_keeps_the_call_dense():
     with torch.no_grad():
         report = run_passes(capture(causal, *inputs), CONFIG)
     assert len(report.rewritten) == 1
+
+
+@pytest.mark.parametrize(
+    ("Lq", "past", "sparse"),
+    [
+        (8192, 0, True),
+        (8064, 0, False),
+        (8064, 128, False),
+        (8064, 512, True),
+        (2048, 2048, False),
+        (2048, 62 * 1024, True),
+        (512, 64 * 1024, False),
+    ],
+)
+def test_min_seqlen_counts_the_work_of_a_chunk(Lq, past, sparse):
+    """2k queries behind 62k keys are more work than 8k over themselves; 512 never pay."""
+
+    def chunk(q, k, v):
+        mask = position_mask(1, q.shape[2], k.shape[2], q.device, offset=past)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    q, k, v = (torch.empty(1, 1, n, 16, device="meta") for n in (Lq, Lq + past, Lq + past))
+    gm = capture(chunk, q, k, v)
+    (site,) = find_sdpa_sites(gm)
+    mask = lift_mask(site.attn_mask) if past else None
+    call = eligibility._Call(site, q, k, v, q, mask, CrispConfig())
+    assert eligibility._pays(call) == sparse

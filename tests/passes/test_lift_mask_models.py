@@ -4,7 +4,11 @@ import pytest
 import torch
 from mask_meaning import is_exact, meaning, number, record
 
+from crisp_flex import CrispConfig
+from crisp_flex.passes import eligibility
 from crisp_flex.passes.lift_mask import lift_mask
+from crisp_flex.passes.match import find_sdpa_sites
+from crisp_flex.passes.placement import Placement
 from crisp_flex.passes.unrepeat_kv import unrepeat_kv
 
 transformers = pytest.importorskip("transformers")
@@ -178,3 +182,28 @@ def test_packed_positions_are_documents():
     spec = lift_mask(sites[0].kwargs["attn_mask"])
     assert spec.documents
     assert not spec.is_plain_causal
+
+
+def test_a_batch_size_that_changes_keeps_the_padding():
+    """ids and attention_mask then have symbols of their own for one batch size and one length."""
+    found = []
+
+    def backend(gm, example_inputs):
+        (site,) = find_sdpa_sites(gm)
+        spec = lift_mask(site.attn_mask)
+        q, key = (
+            x.meta["example_value"] for x in (site.query, unrepeat_kv(site.key, site.value)[0])
+        )
+        call = eligibility._Call(site, q, key, key, q, spec, CrispConfig(min_seqlen=2))
+        symbols = {str(spec.padding[0].source.meta["example_value"].shape[0]), str(q.shape[0])}
+        found.append((spec.describe(), len(symbols), eligibility._place(call)))
+        return gm.forward
+
+    fn = torch.compile(make("llama"), backend=backend)
+    with torch.no_grad():
+        for batch, length in ((1, L), (1, L + 4), (4, L)):
+            mask = torch.ones(batch, length, dtype=torch.long)
+            fn(input_ids=ids(batch, length), attention_mask=mask)
+    assert [reading for reading, *_ in found] == ["causal + padding"] * 3
+    assert found[-1][1] == 2
+    assert all(isinstance(placed, Placement) for *_, placed in found)

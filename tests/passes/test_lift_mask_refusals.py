@@ -54,9 +54,6 @@ NOT_READ = {
     "float positions": lambda q, k: columns(k).float() <= rows(q).float(),
     "int8 positions": lambda q, k: columns(k).to(torch.int8) <= rows(q).to(torch.int8),
     "float bound": lambda q, k: columns(k) <= rows(q) + 0.5,
-    "additive": lambda q, k: torch.zeros(q.shape[2], k.shape[2]).masked_fill(
-        columns(k) > rows(q), float("-inf")
-    ),
     "strided": lambda q, k: (columns(k) <= torch.arange(2 * q.shape[2])[:, None])[::2],
     "flipped": lambda q, k: (columns(k) <= rows(q)).flip(1),
     "rolled": lambda q, k: (columns(k) <= rows(q)).roll(1, 0),

@@ -35,6 +35,22 @@ def structured(
     return q.to(dtype), k.to(dtype)
 
 
+def long_structured(L, D=128, *, Hkv=1, G=2, device="cpu"):
+    """query [1, Hkv * G, L, D] and key [1, Hkv, L, D] fp32, of lengths that structured lacks."""
+    g = torch.Generator(device).manual_seed(0)
+    query = torch.randn(1, Hkv * G, L, D, device=device, generator=g)
+    key = torch.randn(1, Hkv, L, D, device=device, generator=g)
+    topics = torch.randn(1, Hkv, -(-L // 256), D, device=device, generator=g)
+    topics = topics.repeat_interleave(256, 2)[:, :, :L]
+    key += 1.5 * topics
+    strength = torch.linspace(0.2, 1.5, Hkv * G, device=device)[:, None, None]
+    query += strength * topics.roll(3000, 2).repeat_interleave(G, 1)
+    key[:, :, 0, 0] += 12
+    key[:, :, L // 3 :: 2011, 1] += 10
+    query[..., :2] += 4
+    return query, key
+
+
 # name: (Lq, Lkv, B, Hq, Hkv, D, block, key mask). Odd on purpose.
 SHAPES = {
     "one token": (1, 1, 1, 2, 2, 16, (128, 128), "none"),

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from masked_attention import kept_blocks
 
 from crisp_flex.routing.geometry import partial_slots
 from crisp_flex.routing.params import STAT_NAMES
 from crisp_flex.routing.reference import route, select_blocks
-from tests.routing.inputs import SHAPES, case, params, structured
+from tests.routing.inputs import SHAPES, case, key_mask, params, structured
 from tests.routing.oracle import check
 from tests.routing.scene import mask_of
 
@@ -163,3 +164,30 @@ def test_policies_are_sparse_but_dense(policy):
 def test_unknown_policy_is_refused():
     with pytest.raises(ValueError, match=r"policy must be one of .* got 'random'"):
         select_blocks(*case("one token", policy="random"))
+
+
+@policies
+@pytest.mark.parametrize("mask", ["none", "left"])
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (128, 64)], ids=str)
+@pytest.mark.parametrize(("Lq", "q_offset", "Lkv"), [(384, 0, 640), (300, 129, 700), (1, 63, 128)])
+def test_an_offset_in_a_tensor_selects_as_the_filled_part_of_the_cache_does(
+    policy, mask, block, Lq, q_offset, Lkv
+):
+    query, key = structured(2, 4, 2, Lq, Lkv, seed=4)
+    key[:, :, q_offset + Lq :] = 1e4  # what stands in the rest of the cache must not matter
+    filled = q_offset + Lq
+    p = params(block=block, **POLICIES[policy])
+    valid = key_mask(mask, 2, filled)
+    padded = None if valid is None else torch.nn.functional.pad(valid, (0, Lkv - filled))
+    want = select_blocks(query, key[:, :, :filled], valid, p)
+    got = select_blocks(query, key, padded, p, torch.tensor([q_offset], dtype=torch.int32))
+    width = want.keep.shape[-1]
+    assert torch.equal(got.keep[..., :width], want.keep)
+    assert not got.keep[..., width:].any()
+    torch.testing.assert_close(got.stats, want.stats, atol=1e-5, rtol=1e-5)
+    lists = route(query, key, padded, p, torch.tensor([q_offset], dtype=torch.int32))
+    Nkv = -(-Lkv // p.block_kv)
+    listed = kept_blocks(
+        lists[0], lists[1][..., :Nkv], lists[2], lists[1][..., lists[1].shape[3] - Nkv :], Nkv
+    )
+    assert torch.equal(listed, got.keep)
