@@ -18,7 +18,18 @@ HEADS = {
     "gemma-3-4b": Heads(16, 4, 256),
     "smollm2-135m": Heads(9, 3, 64),
 }
-LENGTHS = {"8k": 8192, "16k": 16384, "32k": 32768, "64k": 65536, "128k": 131072}
+LENGTHS = {f"{n}k": 1024 * n for n in (8, 16, 32, 64, 128, 256, 512)}
+
+
+def tokens(text):
+    """A length as the command line spells it: "8k" is 8192, "4133" is itself."""
+    return 1024 * int(text[:-1]) if text.endswith("k") else int(text)
+
+
+def spelled(length):
+    """A length as people read it: 8192 is "8k", 4133 is itself."""
+    return str(length) if length % 1024 else f"{length // 1024}k"
+
 
 # a 32-layer Llama-shaped random model, small in width so that compiling dominates
 COMPILE_MODEL = {

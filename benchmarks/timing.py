@@ -34,6 +34,60 @@ def measure(fn, *, warmup=3, repeats=10):
     return middle, low, high
 
 
+def measure_within(fn, *, budget_ms, most=10, called=False):
+    """As measure, with the repeats, one to `most`, that fit into budget_ms.
+
+    called: fn was called before, so that nothing is left to be compiled.
+    """
+    if not called:
+        fn()
+    once = measure(fn, warmup=0, repeats=1)
+    repeats = min(most, int(budget_ms / once[0]))
+    return measure(fn, warmup=min(repeats, 3), repeats=repeats) if repeats > 1 else once
+
+
+def gpu_time(fn, *, budget_ms, most=10):
+    """Milliseconds of fn() without the gaps between its launches, and how that was timed.
+
+    Returns:
+        (median, "graph"): fn as a CUDA graph, several calls in one where a call is short.
+        (median, "launches"): calls back to back from Python, since fn cannot be captured here.
+    """
+    fn()
+    once = measure(fn, warmup=0, repeats=1)[0]
+    calls = max(min(10, int(20 / once)), 1)
+
+    def several():
+        for _ in range(calls):
+            fn()
+
+    replay, how = several, "launches"
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                several()
+            replay, how = graph.replay, "graph"
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            print(f"  no CUDA graph: {str(error).splitlines()[0][:90]}")
+    return measure_within(replay, budget_ms=budget_ms, most=most)[0] / calls, how
+
+
+def peak_mib(fn):
+    """MiB that fn() allocates at most at a time, its result included; 0 without CUDA."""
+    if not torch.cuda.is_available():
+        fn()
+        return 0.0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fn()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def where():
     """Machine, versions and commit, for each row of results."""
     try:

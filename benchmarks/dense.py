@@ -1,0 +1,174 @@
+"""Every dense path that a sparse result is compared with, each checked before it is timed."""
+
+import torch
+import torch.nn.functional as F
+from timing import measure_within
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from crisp_flex import CrispConfig, flex_hop
+
+BLOCK = 128
+PATHS = ("sdpa_cudnn", "sdpa_flash", "sdpa_cpu", "flex_triton", "flex_fa4", "fa4")
+# Relative error of a result in half precision against fp32, over sampled query blocks.
+MOST_ERROR = 3e-3
+
+
+def causal_blocks(L, device, block_kv=BLOCK):
+    """The BlockMask of plain causal attention, made from its lists (never anything of L x L).
+
+    Args:
+        L: Tokens, a multiple of BLOCK, which is the query block.
+        device: Of the lists.
+        block_kv: Tokens per key block, a divisor of BLOCK.
+    """
+    Nq, Nkv, partial = L // BLOCK, L // block_kv, BLOCK // block_kv
+    row = torch.arange(Nq, dtype=torch.int32, device=device)
+    diagonal = torch.zeros(1, 1, Nq, Nkv, dtype=torch.int32, device=device)
+    diagonal[..., :partial] = partial * row[:, None] + torch.arange(partial, device=device)
+    before = torch.arange(Nkv, dtype=torch.int32, device=device)
+    return BlockMask(
+        seq_lengths=(L, L),
+        kv_num_blocks=torch.full_like(row, partial)[None, None],
+        kv_indices=diagonal,
+        full_kv_num_blocks=(partial * row)[None, None],
+        full_kv_indices=before.expand(1, 1, Nq, Nkv).contiguous(),
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(BLOCK, block_kv),
+        mask_mod=flex_hop.causal_mod,
+    )
+
+
+def kernel_of(query, config):
+    """The kernel that crisp_flex takes for these tensors under a settled config."""
+    return flex_hop.choose_kernel(
+        query.device, query.dtype, D=query.shape[3], Dv=query.shape[3],
+        block_size=config.tokens_per_block, backend=config.backend, captures=False,
+    )  # fmt: skip
+
+
+def flex_options(kernel, query, block_size):
+    """Our options for the public flex_attention: those of `flex_hop`, tuned for this GPU."""
+    options = flex_hop.kernel_options(
+        kernel, device=query.device, dtype=query.dtype, D=query.shape[3],
+        divisible=query.shape[2] % BLOCK == 0, user={}, block_size=block_size,
+    )  # fmt: skip
+    return {name: x for name, x in options.items() if not name.startswith("OUTPUT_")}
+
+
+def dense_paths(q, k, v, skip=()):
+    """{name: a call without arguments} of the dense paths to try on these tensors."""
+
+    def sdpa(backend):
+        def call():
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        return call
+
+    def flex(kernel, block_size=(BLOCK, BLOCK)):
+        mask = causal_blocks(q.shape[2], q.device, block_size[1])
+        options = flex_options(kernel, q, block_size)
+        compiled = torch.compile(flex_attention, dynamic=False)
+        return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
+
+    def fa4():
+        from flash_attn.cute import flash_attn_func
+
+        # a result, or a result and its log-sum-exp, by version
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    if q.device.type == "cpu":
+        return {"sdpa_cpu": sdpa(SDPBackend.FLASH_ATTENTION)}
+    paths = {
+        "sdpa_cudnn": lambda: sdpa(SDPBackend.CUDNN_ATTENTION),
+        "sdpa_flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION),
+    }
+    if q.shape[2] % BLOCK == 0:
+        paths["flex_triton"] = lambda: flex("TRITON")
+    if flex_hop.flash_available():
+        paths["fa4"] = lambda: fa4
+        flash = flex_hop.settle(CrispConfig(backend="flash"), q, v, captures=False)
+        if "flex_triton" in paths and kernel_of(q, flash) == "FLASH":
+            paths["flex_fa4"] = lambda: flex("FLASH", flash.tokens_per_block)
+    return {name: make() for name, make in paths.items() if name not in skip}
+
+
+def dense_times(paths, wanted, rows, *, budget_ms):
+    """{"<path>_ms": milliseconds, None where it does not run or its result is not `wanted`}."""
+    times = {}
+    for name, call in paths.items():
+        try:
+            error = relative_error(call(), wanted, rows)
+            if not error < MOST_ERROR:
+                print(f"  {name} is not timed: relative error {error:.2e}")
+                times[f"{name}_ms"] = None
+                continue
+            times[f"{name}_ms"] = round(
+                measure_within(call, budget_ms=budget_ms, called=True)[0], 4
+            )
+        except (RuntimeError, ValueError, TypeError, AssertionError) as failure:
+            # a head dim or a GPU that a path does not take
+            times[f"{name}_ms"] = None
+            print(f"  {name} does not run: {(str(failure).splitlines() or [''])[0][:90]}")
+    return times
+
+
+def wanted_rows(q, k, v, rows, block_mask=None):
+    """fp32 attention of query blocks `rows`, over the lists of block_mask or all causal keys.
+
+    Returns:
+        {row: [Hq, tokens, D] fp32}.
+    """
+    L, D, G = q.shape[2], q.shape[3], q.shape[1] // k.shape[1]
+    position = torch.arange(L, device=q.device)
+    return {
+        row: torch.stack(
+            [
+                _attend(
+                    q[0, head, row * BLOCK : (row + 1) * BLOCK].float(), k[0, head // G],
+                    v[0, head // G], position[row * BLOCK : (row + 1) * BLOCK],
+                    _keys(block_mask, head, row, L, q.device), D**-0.5,
+                )
+                for head in range(q.shape[1])
+            ]
+        )
+        for row in rows
+    }  # fmt: skip
+
+
+def relative_error(out, wanted, rows):
+    """|| out - wanted || / || wanted || over the query blocks `rows` of out [1, Hq, L, D]."""
+    difference = norm = 0.0
+    for row in rows:
+        got = out[0, :, row * BLOCK : (row + 1) * BLOCK].float()
+        difference += (got - wanted[row]).double().square().sum().item()
+        norm += wanted[row].double().square().sum().item()
+    return (difference / norm) ** 0.5
+
+
+def _attend(queries, keys, values, positions, chosen, scale):
+    logits = queries @ keys[chosen].float().T * scale
+    logits.masked_fill_(chosen > positions[:, None], float("-inf"))
+    return logits.softmax(-1) @ values[chosen].float()
+
+
+def _keys(block_mask, head, row, L, device):
+    """int64 positions of the keys in the blocks that one query block lists."""
+    end = min((row + 1) * BLOCK, L)
+    if block_mask is None:
+        return torch.arange(end, device=device)
+    partial, full = (
+        indices[0, head, row, : counts[0, head, row]]
+        for counts, indices in (
+            (block_mask.kv_num_blocks, block_mask.kv_indices),
+            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+        )
+    )
+    blocks, block_kv = torch.cat([partial, full]).long(), block_mask.BLOCK_SIZE[1]
+    keys = (blocks[:, None] * block_kv + torch.arange(block_kv, device=device)).flatten()
+    return keys[keys < L]
