@@ -39,7 +39,6 @@ from dense import (
     wanted_rows,
 )
 from inputs import SHARP_TOKENS, load
-from inputs import columns as structured  # noqa: F401  the name that bench_route.py knows
 from targets import break_even, fastest, verdicts
 from timing import gpu_time, measure_within, peak_mib, where, write_rows
 from torch.nn.attention.flex_attention import flex_attention
@@ -76,7 +75,7 @@ def bench_parts(inputs, config, kernel, rows, args):
     options = flex_options(kernel, q, config.tokens_per_block)
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    listed, apart = config, last_rows.are_apart(q, v, config)
+    listed, apart = config, last_rows.are_apart(q, k, v, config)
     if apart:  # as sparse_attention does it: the last rows are a call of their own
         listed = dataclasses.replace(config, dense_last_blocks=0)
         block_mask = crisp_flex.route(q, k, listed)

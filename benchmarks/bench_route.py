@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 import torch
 import triton
-from bench_attention import structured
 from cases import HEADS, LENGTHS
+from inputs import columns
 from timing import measure, where, write_rows
 
 from crisp_flex import CrispConfig
@@ -46,7 +46,7 @@ STAGES = ("pool", "probe", "masses", "audit", "select", "stats")
 
 def check(name, params):
     """Stop unless the kernels keep what the reference keeps."""
-    q, k, _ = structured(HEADS[name], CHECKED_TOKENS)
+    q, k, _ = columns(HEADS[name], CHECKED_TOKENS)
     got, want = (f(q, k, None, params) for f in (route, reference.route))
     difference = (got[3] - want[3]).abs().amax((0, 1))
     allowed = DIFFERING_BLOCKS * want[3][..., 0].max()
@@ -94,7 +94,7 @@ def bench(name, length, args):
     heads, L = HEADS[name], LENGTHS[length]
     params = RouteParams.from_config(CrispConfig(policy="hybrid"), D=heads.D)
     check(name, params)
-    q, k, _ = structured(heads, L)
+    q, k, _ = columns(heads, L)
     layout = Layout.of(q, k, None, params)
     mean_query, keys = pool_split(q, k, layout)
     numbers = {"scale": params.scale, "audit_rows": params.audit_rows}
@@ -179,7 +179,7 @@ def sweep(name, length, args):
     """Rows of the median time of the probe and of the selection with other constants."""
     heads = HEADS[name]
     params = RouteParams.from_config(CrispConfig(policy="hybrid"), D=heads.D)
-    q, k, _ = structured(heads, LENGTHS[length])
+    q, k, _ = columns(heads, LENGTHS[length])
     layout = Layout.of(q, k, None, params)
     mean_query, keys = pool_split(q, k, layout)
     numbers = {"scale": params.scale, "audit_rows": params.audit_rows}

@@ -29,8 +29,8 @@ DENSE = {
 }  # fmt: skip
 # What makes two rows be about the same thing.
 SAME = (
-    "row", "machine", "inputs", "model", "text", "layer", "share", "sharp_tokens",
-    "heads", "length", "policy", "preset", "kernel", "backend", "step", "layers", "min_seqlen", "one_model",
+    "row", "machine", "inputs", "model", "text", "layer", "share", "sharp_tokens", "heads",
+    "length", "policy", "preset", "kernel", "backend", "step", "layers", "min_seqlen", "one_model",
 )  # fmt: skip
 
 
@@ -70,6 +70,8 @@ def attention_table(rows, names):
     for row in rows:
         total = total_of(row)
         ratios = [best and best[1] / total for best in (fastest(row, ("sdpa",)), fastest(row))]
+        if "fa4" in paths and not row.get("fa4_ms"):
+            ratios[1] = None  # the fastest of all may be one that was not timed
         lines.append([
             *(name(row) for name in names.values()), row["kernel"], f"{row['density']:.1%}",
             f"{row['coverage']:.3f}".lstrip("0"), number(row["route_ms"]),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from crisp_flex import flex_hop, head_groups, last_rows
+from crisp_flex import flex_hop, head_groups, last_rows, torch_internals
 from crisp_flex.check_inputs import check_inputs
 from crisp_flex.config import CrispConfig
 from crisp_flex.routing import ops
@@ -123,7 +123,7 @@ def sparse_attention(
             block_size=config.tokens_per_block,
             has_key_valid=key_valid is not None,
         )
-        apart = key_valid is None and last_rows.are_apart(query, value, config)
+        apart = key_valid is None and last_rows.are_apart(query, key, value, config)
         listed = dataclasses.replace(config, dense_last_blocks=0) if apart else config
         if count == 1:
             out = _sparse(query, key, value, listed, scale, key_valid)
@@ -173,7 +173,16 @@ def _sparse(
         block_size=config.tokens_per_block,
     )
     del options["OUTPUT_LOGSUMEXP"], options["OUTPUT_MAX"]  # set by flex_attention itself
-    out: Tensor = _compiled_flex()(query, key, value, block_mask, scale, options)
+    kind = (
+        query.dtype,
+        query.device,
+        (query.shape[1], key.shape[1], query.shape[3], value.shape[3]),
+        config.tokens_per_block,
+        (key_valid is not None, query.shape[2] == key.shape[2]),
+        scale,
+        tuple(sorted(options.items())),
+    )
+    out: Tensor = _compiled_flex(kind)(query, key, value, block_mask, scale, options)
     return out
 
 
@@ -186,9 +195,11 @@ def _empty_like(query: Tensor, *, Dv: int) -> Tensor:
 
 
 @functools.cache
-def _compiled_flex() -> Any:  # noqa: ANN401
-    # one compiled function for the process: Dynamo keeps a version per shape, dtype and mask
-    return torch.compile(_flex)
+def _compiled_flex(kind: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    # One compiled function a kind of call: past its limit of recompilations Dynamo would run
+    # flex_attention as it is, which ignores the block lists. Within a kind the lengths become
+    # dynamic, and fullgraph makes the limit an error.
+    return torch_internals.compile_apart(_flex, "inductor", fullgraph=True)
 
 
 def _flex(

@@ -88,7 +88,13 @@ def count_groups(
 
 
 def count_groups_of(
-    query: Tensor, key: Tensor, value: Tensor, *, block_size: tuple[int, int], has_key_valid: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block_size: tuple[int, int],
+    has_key_valid: bool,
+    Lkv: int | torch.SymInt | None = None,
 ) -> int:
     """`count_groups` of one call, 1 on the CPU.
 
@@ -98,23 +104,28 @@ def count_groups_of(
         value: [B, Hkv, Lkv, Dv].
         block_size: (query, key) tokens.
         has_key_valid: The call has a padding mask.
+        Lkv: Keys that are seen, where key has more; None is all of them.
 
-    Where the length is symbolic, a guard splits long prompts off into a graph of their own, and the
-    length that this graph is first compiled for gives the count.
+    Where the length is symbolic, guards give long prompts graphs of their own: one from
+    ONE_GROUP_TOKENS to the next power of two above the length at hand, which gives the count.
     """
     if query.device.type not in GROUPED_DEVICES:
         return 1
-    Lq, Lkv = query.shape[2], key.shape[2]
+    Lq, Lkv = query.shape[2], key.shape[2] if Lkv is None else Lkv
     if not bool(Lkv > ONE_GROUP_TOKENS):
         return 1
     longest = torch_internals.size_hint(Lkv) or ONE_GROUP_TOKENS + 1
+    if not isinstance(Lkv, int):
+        # up to the next power of two, so that a graph serves many lengths and never too long ones
+        longest = 1 << (longest - 1).bit_length()
+        bool(Lkv <= longest)
     return count_groups(
         Hq=int(query.shape[1]),
         Hkv=int(key.shape[1]),
         D=int(query.shape[3]),
         Dv=int(value.shape[3]),
         element_bytes=query.element_size(),
-        Lq=torch_internals.size_hint(Lq) or longest,
+        Lq=Lq if isinstance(Lq, int) else longest,
         Lkv=longest,
         block_size=block_size,
         has_key_valid=has_key_valid,

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from crisp_flex.config import CrispConfig
 
 _MOST_HEAD_DIM = 256
 
 
-def are_apart(query: Tensor, value: Tensor, config: CrispConfig) -> bool:
+def are_apart(query: Tensor, key: Tensor, value: Tensor, config: CrispConfig) -> bool:
     """Whether a causal call without padding computes its dense last blocks by `write_last_rows`.
 
     Args:
         query: [B, Hq, Lq, D], real or of a graph.
+        key: [B, Hkv, Lkv, D].
         value: [B, Hkv, Lkv, Dv].
         config: Of the site.
     """
@@ -33,6 +35,10 @@ def are_apart(query: Tensor, value: Tensor, config: CrispConfig) -> bool:
         and int(value.shape[3]) == D
         and D % 8 == 0
         and D <= _MOST_HEAD_DIM
+        # what the flash kernel asks for
+        and all(statically_known_true(x.stride(3) == 1) for x in (query, key, value))
+        and not statically_known_true(query.shape[0] == 0)
+        and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 

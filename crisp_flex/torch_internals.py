@@ -44,6 +44,7 @@ __all__ = [
     "inductor_modes",
     "inductor_settings",
     "is_plain",
+    "profiling",
     "size_expr",
     "size_hint",
     "specialise_float",
@@ -220,7 +221,7 @@ def uncompiled_call(model: Callable[..., Any]) -> Callable[..., Any]:
 
 def compile_apart(
     fn: Callable[..., Any],
-    backend: Callable[..., Any],
+    backend: Callable[..., Any] | str,
     **options: Any,  # noqa: ANN401
 ) -> Callable[..., Any]:
     """fn under torch.compile, with nothing left in the caches that another compilation looks into.

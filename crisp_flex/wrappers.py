@@ -45,7 +45,7 @@ def open_hooks(model: nn.Module) -> list[nn.Module]:
     if len(devices) == 1 and _hook(model) is not None:
         _remove(module for module in hooked if module is not model)
         return [model]
-    blocks = list(_outermost(model))
+    blocks = [block for block in _outermost(model) if _stays_on_one_device(block)]
     for block in blocks:
         _remove(x for x in block.modules() if x is not block and _hook(x) is not None)
     return [block for block in blocks if next(block.children(), None) is not None]
@@ -59,6 +59,12 @@ def _only_moves(hook: Any) -> bool:  # noqa: ANN401
     """Whether a hook brings the inputs of its module to one device, and does nothing else."""
     alone = type(hook).__name__ == "AlignDevicesHook"
     return alone and not hook.offload and hook.execution_device is not None
+
+
+def _stays_on_one_device(block: nn.Module) -> bool:
+    """Whether no hook inside a hooked block moves anything elsewhere."""
+    inner = (_hook(x) for x in block.modules())
+    return len({torch.device(x.execution_device) for x in inner if x is not None}) == 1
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:

@@ -195,6 +195,10 @@ def _place(call: _Call) -> Placement | Rejection:
     if placed.padding is not None:
         start, sizes = placed.padding.kv_offset, torch_internals.Sizes(call.q)
         rows, width = shape_of(placed.padding.source)
+        source = tensor_of(placed.padding.source)
+        if source is None or source.device != call.q.device:
+            at = "no tensor" if source is None else source.device
+            return Rejection(Reason.MASK_UNREAD, f"{reading}; the padding mask is on {at}")
         B = size_expr(call.q.shape[0])
         if not can_build(graph, start):
             return Rejection(Reason.MASK_OFFSET, reading)

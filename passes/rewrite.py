@@ -1,4 +1,4 @@
-"""Pass 3: replace one site by route -> flex_attention; the only file that edits a graph."""
+"""Pass 3: replace one site by route -> flex_attention, with the nodes that its helpers make."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Rewriter:
             call.lists is None
             and call.key_valid is None
             and call.q_offset is None
-            and last_rows.are_apart(q, v, config)
+            and last_rows.are_apart(q, k, v, config)
         )
         if apart:
             call = replace(call, params=replace(call.params, dense_last_blocks=0))
@@ -106,6 +106,7 @@ class Rewriter:
                 q,
                 k,
                 v,
+                Lkv=int(placed.Lkv) if placed.Lkv.is_Integer else k.shape[2],
                 block_size=config.tokens_per_block,
                 has_key_valid=call.key_valid is not None,
             )

@@ -68,3 +68,12 @@ def test_wrong_inputs_are_named(qkv, message):
     q, k, v, valid = WRONG[message](*qkv(Lq=200, D=32))
     with pytest.raises(InputError, match=message):
         crisp_flex.sparse_attention(q, k, v, key_valid=valid)
+
+
+def test_many_kinds_of_calls_stay_sparse(qkv):
+    """Past Dynamo's limit of recompilations flex_attention would ignore the block lists."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for D in (16, 32, 64):
+            q, k, v = qkv(Lq=640, D=D)
+            got = crisp_flex.sparse_attention(q, k, v, config=SPARSE)
+            assert relative_error(got, causal(q, k, v)) > 0.1, D

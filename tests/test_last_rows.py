@@ -44,7 +44,7 @@ def test_op_is_registered_right():
 
 @pytest.fixture
 def apart_on_the_cpu(monkeypatch):
-    def are_apart(query, value, config):
+    def are_apart(query, key, value, config):
         return config.policy != "dense" and config.dense_last_blocks > 0
 
     monkeypatch.setattr(last_rows, "are_apart", are_apart)

@@ -45,7 +45,7 @@ def select(
     Returns:
         kv_num_blocks: [B, Hq, Nq] int32.
         kv_buffer: [B, Hq, Nq, P + Nkv] int32; partial list from slot 0, full list from slot
-            P, unused slots undefined.
+            P, unused slots 0.
         full_kv_num_blocks: [B, Hq, Nq] int32.
     """
     x = layout

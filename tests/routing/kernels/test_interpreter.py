@@ -14,7 +14,13 @@ if importlib.util.find_spec("triton") is None:
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("file", sorted(x.name for x in HERE.glob("interpreted*.py")))
+FILES = [
+    pytest.param(x.name, marks=pytest.mark.long if x.stem.endswith("grid") else ())
+    for x in sorted(HERE.glob("interpreted*.py"))
+]
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_kernels_in_the_interpreter(tmp_path, file):
     root = HERE.parents[2]
     environment = {

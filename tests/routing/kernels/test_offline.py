@@ -26,7 +26,7 @@ FIRST = {
 }
 
 CASES = [
-    pytest.param(*case, marks=() if case in FIRST else pytest.mark.slow)
+    pytest.param(*case, marks=() if case in FIRST else pytest.mark.long)
     for case in itertools.product(POLICIES, (64, 128, 256), (False, True), (90, 80))
 ]
 
@@ -46,7 +46,7 @@ def test_kernels_compile(policy, D, padded, arch):
 
 @pytest.mark.parametrize("block", [(64, 64), (64, 128), (128, 64)], ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.slow
+@pytest.mark.long
 def test_kernels_compile_with_other_blocks(policy, block):
     if offline.ptxas(90) is None:
         pytest.skip("no ptxas")
