@@ -35,17 +35,21 @@ def shape(name, **changes):
     return query, key, key_valid, dataclasses.replace(settings, **changes)
 
 
+def long(name):
+    return pytest.param(name, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "ragged",
-        "aligned",
+        long("ragged"),
+        long("aligned"),
         "ragged small blocks",
         "mixed blocks in a chunk",
         "mixed blocks, holes",
-        "chunk one short of a block",
-        "left padding into a chunk",
-        "right padding",
+        long("chunk one short of a block"),
+        long("left padding into a chunk"),
+        long("right padding"),
         "no valid key in one sequence",
     ],
 )

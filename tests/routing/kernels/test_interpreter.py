@@ -14,14 +14,22 @@ if importlib.util.find_spec("triton") is None:
 HERE = Path(__file__).parent
 
 
-FILES = [
-    pytest.param(x.name, marks=pytest.mark.long if x.stem.endswith("grid") else ())
-    for x in sorted(HERE.glob("interpreted*.py"))
+# the file, and the lane of it: what is marked long runs with `pytest -m long`, the grid as a whole
+RUNS = [
+    ("interpreted.py", "not long"),
+    ("interpreted_unaudited.py", "not long"),
+    pytest.param("interpreted_unaudited.py", "long", marks=pytest.mark.long),
+    pytest.param("interpreted_grid.py", "not long", marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_kernels_in_the_interpreter(tmp_path, file):
+def test_all_files_are_run():
+    listed = {(run.values if hasattr(run, "values") else run)[0] for run in RUNS}
+    assert listed == {x.name for x in HERE.glob("interpreted*.py")}
+
+
+@pytest.mark.parametrize(("file", "lane"), RUNS)
+def test_kernels_in_the_interpreter(tmp_path, file, lane):
     root = HERE.parents[2]
     environment = {
         "PYTHONPATH": str(root),
@@ -31,7 +39,7 @@ def test_kernels_in_the_interpreter(tmp_path, file):
         "CUDA_VISIBLE_DEVICES": "",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", HERE / file],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", lane, HERE / file],
         env={**os.environ, **environment},
         cwd=root,
         capture_output=True,
