@@ -34,13 +34,21 @@ def check_unaudited(query, key, key_valid, params):
     return check_results(got, want, unclear, Nkv, most_unclear=0.02)
 
 
-def check_estimate_mass(query, key, key_valid, params):
-    """Assert that pooled-estimate heads keep gamma of the pooled mass, as the reference does."""
+def check_estimate_mass(query, key, key_valid, params, got=None):
+    """Assert that pooled-estimate heads keep gamma of the pooled mass, as the reference does.
+
+    got is the kernels' map if params already are those of a pure estimate.
+    """
+    given = params
     params = dataclasses.replace(params, router="pe", max_uncovered=1.0, dense_last_blocks=0)
     g = Geometry.of(query, key, key_valid, params)
     estimate = pooled_map(*reference.pool(query, key, g), g.visible, params.scale)
     estimate = estimate.masked_fill(~g.live[:, None, :, None], 0.0)
-    got = kept(dispatch.route(query, key, key_valid, params), g.Nkv) > 0
+    if got is None:
+        got = kept(dispatch.route(query, key, key_valid, params), g.Nkv)
+    else:
+        assert params == given
+    got = got > 0
     want = kept(reference.route(query, key, key_valid, params), g.Nkv) > 0
     total = estimate.sum((-2, -1)).clamp(min=1e-30)
     mass = (estimate * got).sum((-2, -1)) / total

@@ -30,27 +30,41 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
 
 
-# beside those of the eager tests: a head dim that is no power of two, mixed blocks in a chunk
+# beside those of the eager tests: a head dim that is no power of two, mixed blocks in a chunk, and
+# few programs, each of which takes the interpreter as long as a whole eager call
 MORE_SHAPES = {
     "D 80": (300, 300, 1, 2, 1, 80, (128, 128), "none"),
     "mixed blocks in a chunk": (200, 445, 1, 2, 2, 32, (64, 128), "none"),
     "mixed blocks, holes": (440, 500, 2, 2, 1, 32, (128, 64), "holes"),
+    "few holes": (260, 330, 1, 2, 1, 32, (128, 64), "holes"),
     "short padding": (130, 150, 2, 2, 1, 32, (64, 64), "left"),
+    "padding, one head": (130, 150, 1, 1, 1, 32, (64, 64), "left"),
+    "few small blocks": (450, 450, 1, 2, 2, 32, (64, 64), "none"),
+    "four heads": (450, 450, 1, 4, 2, 16, (64, 64), "none"),
 }
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 ROUTED = [
-    *MORE_SHAPES,
+    "D 80",
+    "mixed blocks in a chunk",
+    "short padding",
     "one token",
-    "one short block",
     "one block",
-    "one more than a block",
-    "ragged",
-    "aligned",
-    "long and ragged",
     "half query blocks",
     "chunk one short of a block",
-    "left padding into a chunk",
-    "right padding",
     "no valid key in one sequence",
+    long("mixed blocks, holes"),
+    long("one short block"),
+    long("one more than a block"),
+    long("ragged"),
+    long("aligned"),
+    long("long and ragged"),
+    long("left padding into a chunk"),
+    long("right padding"),
 ]
 
 
@@ -70,11 +84,14 @@ def test_route_equals_the_reference(name):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("ragged small blocks", {"coverage": 0.8, "coverage_reduce": "min"}),
-        ("holes", {"coverage": 0.6, "audit_rows": 3, "dense_last_blocks": 2}),
-        ("aligned", {"coverage": 0.97, "audit_rows": 1}),
-        ("mixed blocks, holes", {"coverage": 0.7, "audit_rows": 1}),
-        ("ragged chunk", {"coverage": 1.0}),
+        ("few holes", {"coverage": 0.6, "audit_rows": 3, "dense_last_blocks": 2}),
+        ("few small blocks", {"coverage": 0.97, "audit_rows": 1, "coverage_reduce": "min"}),
+        ("mixed blocks in a chunk", {"coverage": 1.0}),
+        long("ragged small blocks", {"coverage": 0.8, "coverage_reduce": "min"}),
+        long("holes", {"coverage": 0.6, "audit_rows": 3, "dense_last_blocks": 2}),
+        long("aligned", {"coverage": 0.97, "audit_rows": 1}),
+        long("mixed blocks, holes", {"coverage": 0.7, "audit_rows": 1}),
+        long("ragged chunk", {"coverage": 1.0}),
     ],
     ids=str,
 )
@@ -82,7 +99,17 @@ def test_settings_equal_the_reference(name, changes):
     check_route(*inputs(name, **changes))
 
 
-@pytest.mark.parametrize("name", ["small blocks", "ragged chunk", "mixed blocks, holes", "D 80"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixed blocks in a chunk",
+        "few holes",
+        "D 80",
+        long("small blocks"),
+        long("ragged chunk"),
+        long("mixed blocks, holes"),
+    ],
+)
 def test_masses_equal_the_reference(name):
     check_masses(*inputs(name))
 
@@ -109,7 +136,7 @@ def test_half_precision_and_transposed_storage():
 
 
 def test_what_stands_in_padding_is_not_read():
-    query, key, key_valid, p = inputs("short padding")
+    query, key, key_valid, p = inputs("padding, one head")
     want = route(query, key, key_valid, p)
     offset = key.shape[2] - query.shape[2]
     key = key.masked_fill(~key_valid[:, None, :, None], float("nan"))

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 RUNS = [
     ("interpreted.py", "not long"),
     ("interpreted_unaudited.py", "not long"),
+    pytest.param("interpreted.py", "long", marks=pytest.mark.long),
     pytest.param("interpreted_unaudited.py", "long", marks=pytest.mark.long),
     pytest.param("interpreted_grid.py", "not long", marks=pytest.mark.long),
 ]
