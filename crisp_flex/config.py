@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from crisp_flex.errors import ConfigError
 
-Policy = Literal["hybrid", "crisp", "streaming", "dense"]
+Policy = Literal[
+    "hybrid", "crisp", "streaming", "dense", "flexprefill", "minference", "xattention", "oracle"
+]
 Backend = Literal["auto", "flash", "triton"]
 
-POLICIES = ("hybrid", "crisp", "streaming", "dense")
+POLICIES = get_args(Policy)
 ROUTERS = ("c_struct", "jsd", "vs", "pe")
 BACKENDS = ("auto", "flash", "triton")
 # What None in `block_size` and `min_seqlen` means where gpu_table knows nothing better.
@@ -37,7 +39,9 @@ class CrispConfig:
 
     Args:
         policy: Which blocks are kept: "hybrid" (two views, one audited floor), "crisp" (the
-            paper's algorithm), "streaming" (sinks and recency) or "dense" (all causal blocks).
+            paper's algorithm), "streaming" (sinks and recency), "dense" (all causal blocks), or
+            a baseline for comparisons, without kernels of its own: "flexprefill", "minference",
+            "xattention" or "oracle".
         enabled: False leaves the call as it was (of use in `overrides`).
         block_size: (query, key) tokens per block, each a power of two in [16, 512]; None is
             (128, 128), or (128, 64) for D 256 where FLASH takes the call with it.
@@ -45,14 +49,23 @@ class CrispConfig:
             is the length from which sparse was measured to pay on this GPU (gpu_table), else 8192.
             A later chunk is sparse if it is as much work (visible pairs) and has 8 query blocks.
         dense_last_blocks: Query blocks at the end that keep all visible blocks. At least 0.
-        coverage: hybrid: exact attention mass to reach on the audited rows, in (0, 1].
+        coverage: hybrid: exact attention mass to reach on the audited rows; oracle: mass of each
+            query block that is kept; in (0, 1].
+        coverage_min: hybrid: mass that each audited row must reach besides, in [0, 1]; 0 switches
+            it off. Above 0 selection runs as the eager reference.
         coverage_reduce: hybrid: "mean" or "min" over the audited rows.
         audit_rows: hybrid: number of audited query blocks, at least 1.
         router: crisp: "c_struct", "jsd", "vs" or "pe".
         alpha: crisp: multiple of the sink-aware noise floor, above 0.
         tau: crisp: c_struct from which on a head is routed to verticals and slashes, in [0, 1].
         k_min: crisp: least number of lines per direction, at least 0.
-        gamma: crisp: attention mass that a pooled-estimate head keeps, in (0, 1].
+        gamma: crisp: attention mass that a pooled-estimate head keeps; flexprefill: mass that
+            sets its budgets (FlexPrefill, arXiv 2502.20766); in (0, 1].
+        min_budget: flexprefill: least tokens of lines per direction, at least 1 (the same).
+        vertical_tokens, slash_tokens: minference: tokens of lines kept per direction, each at
+            least 1 (vertical-slash heads of MInference, arXiv 2407.02490).
+        stride: xattention: tokens between sampled antidiagonals, 8 or 16 (arXiv 2503.16428).
+        threshold: xattention: estimated mass kept of each row, in (0, 1] (the same).
         streaming_blocks: streaming: block diagonals kept, at least 1.
         max_uncovered: Policies without an audit: attention mass left uncovered on the proxy rows
             above which a head keeps all blocks, in [0, 1].
@@ -78,12 +91,18 @@ class CrispConfig:
     dense_last_blocks: int = 1
     coverage: float = 0.9
     coverage_reduce: Literal["mean", "min"] = "mean"
+    coverage_min: float = 0.0
     audit_rows: int = 4
     router: Literal["c_struct", "jsd", "vs", "pe"] = "c_struct"
     alpha: float = 1.0
     tau: float = 0.2
     k_min: int = 8
     gamma: float = 0.95
+    min_budget: int = 1024
+    vertical_tokens: int = 1000
+    slash_tokens: int = 6096
+    stride: int = 16
+    threshold: float = 0.9
     streaming_blocks: int = 8
     max_uncovered: float = 0.5
     backend: Backend = "auto"
@@ -106,20 +125,25 @@ class CrispConfig:
             ("audit_rows", 1),
             ("k_min", 0),
             ("streaming_blocks", 1),
+            ("min_budget", 1),
+            ("vertical_tokens", 1),
+            ("slash_tokens", 1),
         ):
             value = getattr(self, name)
             if name == "min_seqlen" and value is None:
                 continue
             if not _is_int(value) or value < least:
                 raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
-        for name in ("coverage", "gamma"):
+        for name in ("coverage", "gamma", "threshold"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value <= 1:
                 raise ConfigError(f"{name} must be in (0, 1], got {value!r}")
-        for name in ("tau", "max_uncovered"):
+        for name in ("tau", "max_uncovered", "coverage_min"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {value!r}")
+        if not _is_int(self.stride) or self.stride not in (8, 16):
+            raise ConfigError(f"stride must be 8 or 16, got {self.stride!r}")
         if not _is_number(self.alpha) or not 0 < self.alpha < float("inf"):
             raise ConfigError(f"alpha must be a finite number above 0, got {self.alpha!r}")
         _check_kernel_options(self.kernel_options)

@@ -7,7 +7,7 @@ import pytest
 from crisp_flex import ConfigError, CrispConfig
 
 WRONG = {
-    "policy": ("hybird", "policy must be one of hybrid, crisp, streaming, dense, got 'hybird'"),
+    "policy": ("hybird", "policy must be one of hybrid, crisp, .*, oracle, got 'hybird'"),
     "router": ("jsd2", "router must be one of"),
     "backend": ("cuda", "backend must be one of auto, flash, triton"),
     "coverage_reduce": ("max", "coverage_reduce must be one of mean, min"),
@@ -20,6 +20,12 @@ WRONG = {
     "streaming_blocks": (0, "streaming_blocks must be an integer >= 1"),
     "coverage": (0.0, r"coverage must be in \(0, 1\]"),
     "gamma": (1.01, r"gamma must be in \(0, 1\]"),
+    "coverage_min": (1.5, r"coverage_min must be in \[0, 1\]"),
+    "min_budget": (0, "min_budget must be an integer >= 1"),
+    "vertical_tokens": (0, "vertical_tokens must be an integer >= 1"),
+    "slash_tokens": (2.5, "slash_tokens must be an integer >= 1"),
+    "stride": (12, "stride must be 8 or 16"),
+    "threshold": (0, r"threshold must be in \(0, 1\]"),
     "tau": (-0.1, r"tau must be in \[0, 1\]"),
     "max_uncovered": ("half", r"max_uncovered must be in \[0, 1\]"),
     "alpha": (float("inf"), "alpha must be a finite number above 0"),

@@ -19,16 +19,22 @@ class RouteParams:
         scale: Factor on the logits q @ k^T, usually 1/sqrt(D).
         block_q: Query tokens per block.
         block_kv: Key tokens per block.
-        policy: "hybrid", "crisp", "streaming" or "dense".
+        policy: A name of config.POLICIES.
         dense_last_blocks: Query blocks at the end of the query range that keep all visible blocks.
         coverage: hybrid: exact attention mass to reach on the audit rows, in (0, 1].
+        coverage_min: hybrid: exact mass that each audit row must reach besides; 0 for none.
         coverage_reduce: hybrid: "mean" or "min" over the audit rows.
         audit_rows: hybrid: number of audited query blocks, at 1/m, 2/m, ..., 1 of the valid length.
         router: crisp: "c_struct", "jsd", "vs" or "pe".
         alpha: crisp: multiple of the noise floor.
         tau: crisp: c_struct at or above which a head takes the vertical-slash route.
         k_min: crisp: least number of non-anchor lines per direction.
-        gamma: crisp: mass that the pooled-estimate route keeps, in (0, 1].
+        gamma: crisp: mass that the pooled-estimate route keeps; flexprefill: of its budgets.
+        min_budget: flexprefill: least tokens of lines per direction.
+        vertical_tokens: minference: tokens of verticals kept.
+        slash_tokens: minference: tokens of slashes kept.
+        stride: xattention: 8 or 16.
+        threshold: xattention: estimated mass kept of each row, in (0, 1].
         streaming_blocks: streaming: block diagonals kept besides column 0.
         max_uncovered: Policies without an audit: mass left uncovered on the proxy rows above
             which a head keeps all blocks, in [0, 1].
@@ -40,6 +46,7 @@ class RouteParams:
     policy: str
     dense_last_blocks: int
     coverage: float
+    coverage_min: float
     coverage_reduce: str
     audit_rows: int
     router: str
@@ -47,6 +54,11 @@ class RouteParams:
     tau: float
     k_min: int
     gamma: float
+    min_budget: int
+    vertical_tokens: int
+    slash_tokens: int
+    stride: int
+    threshold: float
     streaming_blocks: int
     max_uncovered: float
 
@@ -61,6 +73,7 @@ class RouteParams:
             policy=config.policy,
             dense_last_blocks=config.dense_last_blocks,
             coverage=config.coverage,
+            coverage_min=config.coverage_min,
             coverage_reduce=config.coverage_reduce,
             audit_rows=config.audit_rows,
             router=config.router,
@@ -68,6 +81,11 @@ class RouteParams:
             tau=config.tau,
             k_min=config.k_min,
             gamma=config.gamma,
+            min_budget=config.min_budget,
+            vertical_tokens=config.vertical_tokens,
+            slash_tokens=config.slash_tokens,
+            stride=config.stride,
+            threshold=config.threshold,
             streaming_blocks=config.streaming_blocks,
             max_uncovered=config.max_uncovered,
         )

@@ -29,6 +29,9 @@ class Probe:
     # [B, Hq, Nkv]: mass per key block, and per distance bin of block_kv tokens, of the proxy rows.
     p_v: Tensor
     p_s: Tensor
+    # [B, Hq, Lkv]: the same by key, and by distance.
+    token_mass: Tensor
+    distance_mass: Tensor
     # [B, Hq]: mass of the first 128 and the last 128 keys, once where they overlap.
     c_struct: Tensor
     # [B, Hq, D] fp32: mean proxy query.
@@ -56,7 +59,13 @@ class _Rows:
 
 
 def probe(
-    query: Tensor, key: Tensor, geometry: Geometry, *, scale: float, audit_rows: int
+    query: Tensor,
+    key: Tensor,
+    geometry: Geometry,
+    *,
+    scale: float,
+    audit_rows: int,
+    proxy_tokens: int = WINDOW_TOKENS,
 ) -> Probe:
     """Exact masses of the proxy rows and of audit_rows query blocks.
 
@@ -66,9 +75,10 @@ def probe(
         geometry: Of this call.
         scale: Factor on the logits.
         audit_rows: Query blocks to audit; 0 for none.
+        proxy_tokens: Number of proxy rows, at most 128.
     """
     g = geometry
-    rows = _proxy_rows(g)
+    rows = _proxy_rows(g, proxy_tokens)
     weights = _mean_weights(rows)  # [B', R]
     last_block = (g.end - 1 - g.offset) // g.block_q
     slots = torch.arange((WINDOW_TOKENS + g.block_q - 2) // g.block_q + 1, device=query.device)
@@ -81,13 +91,16 @@ def probe(
         tokens.append((in_slot * weights[:, None])[:, None] @ probs)  # [B, h, S, Lkv]
         distances.append(_distance_mass(probs, weights, g))
     by_token = torch.cat(tokens, 1)
-    proxy_mass = _block_sums(by_token, g)
+    by_distance = torch.cat(distances, 1)
+    proxy_mass = block_sums(by_token, g)
 
     audit_blocks, distinct = g.audit_blocks(max(audit_rows, 1))
     audits = [_audit(query, key, g, audit_blocks, i, audit_rows, scale) for i in range(audit_rows)]
     return Probe(
         p_v=proxy_mass.sum(2),
-        p_s=_block_sums(torch.cat(distances, 1), g),
+        p_s=block_sums(by_distance, g),
+        token_mass=by_token.sum(2),
+        distance_mass=by_distance,
         c_struct=(by_token.sum(2) * _structure_tokens(g)[:, None]).sum(-1),
         mean_query=(weights[:, None, None] @ _take_queries(query, rows, g))[:, :, 0],
         proxy_mass=proxy_mass,
@@ -99,9 +112,9 @@ def probe(
     )
 
 
-def _proxy_rows(g: Geometry) -> _Rows:
-    """The last min(128, Lq) positions before the end of each sequence; the valid ones count."""
-    count = min(WINDOW_TOKENS, g.Lq)
+def _proxy_rows(g: Geometry, proxy_tokens: int) -> _Rows:
+    """The last min(proxy_tokens, Lq) positions before a sequence's end; the valid ones count."""
+    count = min(proxy_tokens, g.Lq)
     positions = g.end[:, None] - count + torch.arange(count, device=g.end.device)
     return _Rows(positions, positions >= g.proxy_start()[:, None], g.Lkv)
 
@@ -110,18 +123,36 @@ def _audit(
     query: Tensor, key: Tensor, g: Geometry, blocks: Tensor, i: int, count: int, scale: float
 ) -> Tensor:
     """[B, Hq, Nkv]: mean block mass of the valid rows of audit block i of count."""
-    positions = blocks[:, i, None] * g.block_q + torch.arange(g.block_q, device=query.device)
-    positions = positions + g.offset
-    valid = (positions >= g.start[:, None]) & (positions < g.end[:, None])
     key_limit = g.Lkv
     if g.key_valid is None and isinstance(g.offset, int):
         # the same block as in Geometry.audit_blocks, known without reading the tensor
         block = ((g.Lq * (i + 1) + count - 1) // count - 1) // g.block_q
         key_limit = min((block + 1) * g.block_q + g.offset, g.Lkv)
-    rows = _Rows(positions, valid, key_limit)
+    return query_block_mass(query, key, g, blocks[:, i], key_limit, scale)
+
+
+def query_block_mass(
+    query: Tensor, key: Tensor, g: Geometry, blocks: Tensor, key_limit: int, scale: float
+) -> Tensor:
+    """[B, Hq, Nkv]: mean block mass of the valid rows of one query block of each sequence.
+
+    Args:
+        query: [B, Hq, Lq, D].
+        key: [B, Hkv, Lkv, D].
+        g: Of this call.
+        blocks: [B' or 1] int64 query block of each sequence.
+        key_limit: No row of these blocks sees a key at or past this position.
+        scale: Factor on the logits.
+    """
+    positions = blocks[:, None] * g.block_q + torch.arange(g.block_q, device=query.device)
+    positions = positions + g.offset
+    valid = (positions >= g.start[:, None]) & (positions < g.end[:, None])
+    # a short last block reaches past the queries
+    valid = valid & (positions < g.Lq + g.offset)
+    rows = _Rows(positions.expand(valid.shape), valid, key_limit)
     weights = _mean_weights(rows)[:, None, None]  # [B', 1, 1, R]
     mass = [weights @ probs for probs in _row_probabilities(query, key, rows, g, scale)]
-    return _block_sums(torch.cat(mass, 1), g)[:, :, 0]
+    return block_sums(torch.cat(mass, 1), g)[:, :, 0]
 
 
 def _mean_weights(rows: _Rows) -> Tensor:
@@ -185,7 +216,7 @@ def _structure_tokens(g: Geometry) -> Tensor:
     return (tokens < start + WINDOW_TOKENS) | (tokens >= end - WINDOW_TOKENS)
 
 
-def _block_sums(by_token: Tensor, g: Geometry) -> Tensor:
+def block_sums(by_token: Tensor, g: Geometry) -> Tensor:
     """[..., Nkv]: sums of by_token [..., at most Lkv] over blocks of block_kv."""
     padded = pad(by_token, (0, g.Nkv * g.block_kv - by_token.shape[-1]))
     return padded.view(*padded.shape[:-1], g.Nkv, g.block_kv).sum(-1)

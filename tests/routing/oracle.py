@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tests.routing.baselines import BASELINES
 from tests.routing.scene import WINDOW, Scene, softmax
 
 # fp32 sums of 128 softmax rows stay within 1e-6 of float64 here; five times that
@@ -41,15 +42,18 @@ def hybrid(s):
     audits = s.audit_blocks()
     reduce = {"mean": np.mean, "min": np.min}[p.coverage_reduce]
 
+    def by_audit_row(keep):
+        return [s.coverage(keep, [i for i in s.queries if i // s.bq == I]) for I in audits]
+
     def covered(keep):
-        return float(
-            reduce([s.coverage(keep, [i for i in s.queries if i // s.bq == I]) for I in audits])
-        )
+        return float(reduce(by_audit_row(keep)))
 
     for a in MULTIPLES:
         lines = s.by_lines(p_v, p_s, 2 * a, 0)
-        value = covered(s.by_rows(pooled, a, audits) | lines | always)
-        if s.above(value, p.coverage + 1e-4):
+        audited = s.by_rows(pooled, a, audits) | lines | always
+        value = covered(audited)
+        floor = p.coverage_min == 0 or s.above(min(by_audit_row(audited)), p.coverage_min + 1e-4)
+        if s.above(value, p.coverage + 1e-4) and floor:
             return s.by_rows(pooled, a, s.live) | lines | always, value, a, 2
     return s.visible.copy(), covered(s.visible), 0.0, 3
 
@@ -129,7 +133,10 @@ def solve(query, key, key_valid, params):
 def _solve(q, k, valid, params):
     s = Scene(q.double().numpy(), k.double().numpy(), valid.numpy(), params)
     policy = {"hybrid": hybrid, "crisp": crisp, "streaming": streaming, "dense": dense}
-    keep, coverage, multiple, route = policy[params.policy](s)
+    if params.policy in BASELINES:
+        keep, coverage, multiple, route = guarded(s, *BASELINES[params.policy](s))
+    else:
+        keep, coverage, multiple, route = policy[params.policy](s)
     c_struct = structure_mass(s) if params.policy != "dense" else -1.0
     if params.policy != "dense":
         keep = s.finish(keep)

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from crisp_flex import CrispConfig
+from crisp_flex.config import POLICIES
 from crisp_flex.routing import ops
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("policy", ["hybrid", "crisp", "streaming", "dense"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 def test_route_passes_opcheck(policy, dtype, padded):
     q, k = torch.randn(2, 6, 300, 32, dtype=dtype), torch.randn(2, 2, 300, 32, dtype=dtype)
@@ -46,7 +47,7 @@ def test_observers_see_each_call_and_only_while_active():
     assert seen == [(0, (1, 2, 2)), (1, (1, 2, 2))]
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "crisp", "streaming", "dense"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_an_empty_batch_gives_empty_lists(policy):
     q, k = torch.randn(0, 4, 300, 16), torch.randn(0, 2, 300, 16)
     params = RouteParams.from_config(CrispConfig(policy=policy), D=16)

@@ -18,6 +18,10 @@ POLICIES = {
     "crisp pe": {"policy": "crisp", "router": "pe", "gamma": 0.7, "max_uncovered": 1.0},
     "streaming": {"policy": "streaming", "streaming_blocks": 2, "max_uncovered": 1.0},
     "dense": {"policy": "dense"},
+    "flexprefill": {"policy": "flexprefill", "gamma": 0.5, "min_budget": 64},
+    "minference": {"policy": "minference", "vertical_tokens": 64, "slash_tokens": 64},
+    "xattention": {"policy": "xattention", "threshold": 0.5, "stride": 8},
+    "oracle": {"policy": "oracle", "coverage": 0.6},
 }
 policies = pytest.mark.parametrize("policy", POLICIES)
 shapes = pytest.mark.parametrize("name", SHAPES)

@@ -34,6 +34,7 @@ def supports(query: Tensor, key: Tensor, params: RouteParams) -> bool:
     return (
         params.policy == "hybrid"
         and params.coverage_reduce in ("mean", "min")
+        and params.coverage_min == 0
         and 1 <= params.audit_rows <= _MOST_AUDIT_ROWS
         and takes(query, key, params)
     )

@@ -20,9 +20,10 @@ from crisp_flex.routing.lines import always, cover, select_lines
 from crisp_flex.routing.params import RouteParams
 from crisp_flex.routing.pool import pool, pooled_map
 from crisp_flex.routing.probe import Probe, probe
+from crisp_flex.routing.top_mass import top_mass
 
 # Square root of the Jensen-Shannon divergence below which FlexPrefill trusts the pooled estimate.
-_JSD_THRESHOLD = 0.1
+JSD_THRESHOLD = 0.1
 # A row that sees fewer blocks than this keeps them all.
 _SMALL_ROW_BLOCKS = 5
 
@@ -37,7 +38,8 @@ def select(query: Tensor, key: Tensor, geometry: Geometry, params: RouteParams) 
     by_lines = cover(lines, geometry)
     estimate = pooled_map(mean_query, mean_key, geometry.visible, params.scale)
     live = geometry.live[:, None, :, None]
-    by_estimate = _top_mass(estimate.masked_fill(~live, 0.0), params.gamma)
+    by_estimate = top_mass(estimate.masked_fill(~live, 0.0).flatten(2), params.gamma)
+    by_estimate = by_estimate.view(estimate.shape)
 
     keep = torch.where(takes_lines[:, :, None, None], by_lines, by_estimate)
     small = (geometry.visible_blocks < _SMALL_ROW_BLOCKS)[..., None]
@@ -59,27 +61,19 @@ def root_jsd(p: Tensor, q: Tensor) -> Tensor:
     return (divergence.sum(-1) / 2).clamp(min=0).sqrt()
 
 
+def proxy_root_jsd(measured: Probe, mean_key: Tensor, g: Geometry, scale: float) -> Tensor:
+    """[B, Hq]: root_jsd of the proxy rows' block masses and of their pooled estimate."""
+    filled = g.filled[:, None, None]
+    estimate = pooled_map(measured.mean_query[:, :, None], mean_key, filled, scale)
+    return root_jsd(estimate[:, :, 0], measured.p_v)
+
+
 def _takes_lines(measured: Probe, mean_key: Tensor, g: Geometry, params: RouteParams) -> Tensor:
     """[B, Hq] bool: the head takes the vertical-slash route."""
     if params.router == "c_struct":
         return measured.c_struct >= params.tau
     if params.router == "jsd":
-        filled = g.filled[:, None, None]
-        estimate = pooled_map(measured.mean_query[:, :, None], mean_key, filled, params.scale)
-        return root_jsd(estimate[:, :, 0], measured.p_v) >= _JSD_THRESHOLD
+        return proxy_root_jsd(measured, mean_key, g, params.scale) >= JSD_THRESHOLD
     if params.router in ("vs", "pe"):
         return torch.full_like(measured.c_struct, params.router == "vs", dtype=torch.bool)
     raise ValueError(f"router must be c_struct, jsd, vs or pe, got {params.router!r}")
-
-
-def _top_mass(estimate: Tensor, gamma: float) -> Tensor:
-    """[B, Hq, Nq, Nkv] bool: per head the largest entries until they hold gamma of the total.
-
-    Of equal entries the lower (row, column) wins.
-    """
-    flat = estimate.flatten(2)
-    ordered, order = flat.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered
-    enough = gamma * flat.sum(-1, keepdim=True)
-    kept = torch.zeros_like(flat, dtype=torch.bool).scatter(-1, order, before < enough)
-    return kept.view(estimate.shape)

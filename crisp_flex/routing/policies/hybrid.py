@@ -100,6 +100,9 @@ def _audit(
         kept = _keep(audited, measured, geometry, multiple)
         reached = _reduce_coverage(kept, measured, params.coverage_reduce)
         enough = reached >= params.coverage + _COVERAGE_MARGIN
+        if params.coverage_min > 0:
+            least = _reduce_coverage(kept, measured, "min")
+            enough = enough & (least >= params.coverage_min + _COVERAGE_MARGIN)
         chosen = torch.where(enough, multiple, chosen)
         coverage = torch.where(enough, reached, coverage)
     return chosen, coverage
