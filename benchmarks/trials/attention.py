@@ -31,8 +31,13 @@ class Sums:
         }
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Selection, sums: Sums) -> Tensor:
-    """[Hq, L, D]; adds to sums. q [Hq, L, D], k and v [Hkv, L, D]."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Selection, sums: Sums, every: int = 1
+) -> Tensor:
+    """[Hq, L, D]; adds to sums. q [Hq, L, D], k and v [Hkv, L, D].
+
+    every: only each so many query blocks, those of sampled_rows; the density is of all.
+    """
     Hq, L, _ = q.shape
     group = Hq // k.shape[0]
     J = chosen.keep.shape[-1]
@@ -40,8 +45,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Selection, sum
     positions = torch.arange(L, device=q.device)
     blocks = torch.arange(J, device=q.device) * block
     step = max(CHUNK_ELEMENTS // (Hq * L) // BLOCK_Q, 1) * BLOCK_Q
+    firsts = range(0, L, step)
+    if every > 1:
+        step = BLOCK_Q
+        firsts = range(every // 2 * step, L, every * step)
     parts, mass = [], q.new_zeros(())
-    for first in range(0, L, step):
+    for first in firsts:
         end = min(first + step, L)
         x, j = q[:, first:end], -(-end // block)
         logits = matmul(x, k[:, :end].mT, group).mul_(scale)
@@ -72,5 +81,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Selection, sum
     if pooled is not None:
         sums.pooled += (visible_tokens - kept) / pooled.size
     sums.mass += float(mass)
-    sums.rows += Hq * L
+    sums.rows += sum(part.shape[1] for part in parts) * Hq
     return torch.cat(parts, 1)
+
+
+def sampled_rows(x: Tensor, every: int) -> Tensor:
+    """Of x [H, L, D] the query blocks every // 2, every // 2 + every, ..."""
+    return x.unflatten(1, (-1, BLOCK_Q))[:, every // 2 :: every].flatten(1, 2)
