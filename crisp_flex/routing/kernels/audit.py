@@ -12,11 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crisp_flex.routing.kernels.layout import Layout, audit_block, bounds_of, first_keys
+from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.levels import MULTIPLES, Levels, levels
 from crisp_flex.routing.kernels.lines import row_threshold, value_level
 from crisp_flex.routing.kernels.masses import Masses
 from crisp_flex.routing.kernels.pooled import SplitKeys, load_rows, pooled_logits
+from crisp_flex.routing.kernels.positions import (
+    audit_block,
+    block_of_start,
+    bounds_of,
+    first_keys,
+    row_ends,
+)
 from crisp_flex.routing.kernels.tile import LOG2_E
 
 # The audit asks for this much more than the target, against rounding.
@@ -135,7 +142,7 @@ def _map_kernel(
     there = m < G * AUDITS
     h = kv_head * G + m // AUDITS
     row = audit_block(start, end, Lkv - Lq, Nq, m % AUDITS, AUDITS, BLOCK_Q)
-    q_last = tl.minimum(row * BLOCK_Q + (Lkv - Lq + BLOCK_Q - 1), Lkv - 1)
+    _, q_last = row_ends(row, Lkv - Lq, Lkv, BLOCK_Q)
     blk = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
     keys = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV)
     hi, lo, row_scale = load_rows(mean_q_ptr, h * Nq + row, there, D, BLOCK_D)
@@ -177,8 +184,7 @@ def _coverage_kernel(
     offset = Lkv - Lq
     start, end = bounds_of(bounds_ptr, b, Lkv)
     row = audit_block(start, end, offset, Nq, step, AUDITS, BLOCK_Q)
-    q_first = row * BLOCK_Q + offset
-    q_last = tl.minimum(q_first + (BLOCK_Q - 1), Lkv - 1)
+    q_first, q_last = row_ends(row, offset, Lkv, BLOCK_Q)
     limit = q_last // BLOCK_KV + 1
     logits_ptr += (bh * AUDITS + step) * Nkv
     mass_ptr += (bh * (AUDITS + PLANES) + step) * Nkv
@@ -195,7 +201,7 @@ def _coverage_kernel(
         seen += visible.to(tl.int32)
     top = tl.max(best, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    first_block = tl.minimum(start // BLOCK_KV, Nkv - 1)
+    first_block = block_of_start(start, Nkv, BLOCK_KV)
     last_block, count = tl.max(last, 0), tl.sum(seen, 0)
     sums = tl.zeros([CHUNK], tl.float32)
     rests = tl.zeros([CHUNK], tl.float32)

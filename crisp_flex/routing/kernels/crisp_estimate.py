@@ -1,6 +1,6 @@
 """Stage `estimate` of policy "crisp" on the GPU: what the pooled-estimate heads keep.
 
-Oracle: routing.pool.pooled_map and policies.crisp._top_mass. Source: CRISP, arXiv 2609.01925, PE
+Oracle: routing.pool.pooled_map and routing.top_mass. Source: CRISP, arXiv 2609.01925, PE
 route. The pooled map is made a tile at a time: once for the softmax of each row, then a few times
 for the mass above a ladder of thresholds, which closes in on the one that gamma asks for. A ladder
 is a cumulative histogram in log space. Bound by the dots of the map and the sums of the ladder;
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from crisp_flex.routing.guards import ROUTE_POOLED_ESTIMATE
 from crisp_flex.routing.kernels.crisp_map import map_logits
-from crisp_flex.routing.kernels.layout import Layout, bounds_of, first_keys
+from crisp_flex.routing.kernels.layout import Layout
+from crisp_flex.routing.kernels.positions import bounds_of, first_keys, kv_head_of, tile_extent
 from crisp_flex.routing.kernels.tile import LOG2_E
 from crisp_flex.routing.params import RouteParams
 
@@ -140,16 +141,14 @@ def _estimate_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)  # before the first multiply
     if tl.load(route_ptr + bh) == ESTIMATE:
-        b = bh // Hq
+        b, kv_head = kv_head_of(bh, Hq, Hkv)
         Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
         offset = Lkv - Lq
         row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
         there = row < Nq
-        q_first = row * BLOCK_Q + offset
-        q_last = tl.minimum(q_first + (BLOCK_Q - 1), Lkv - 1)
-        limit = tl.max(tl.where(there, q_last, 0), 0) // BLOCK_KV + 1
+        q_first, q_last, limit = tile_extent(row, there, offset, Lkv, BLOCK_Q, BLOCK_KV)
         mean_q_ptr += bh * Nq * D
-        mean_k_ptr += (b * Hkv + (bh % Hq) // (Hq // Hkv)) * Nkv * D
+        mean_k_ptr += kv_head * Nkv * D
         row_log2_ptrs = row_log2_ptr + bh * Nq + row
         if LEVEL < 0:
             top = tl.full([TILE_ROWS], float("-inf"), tl.float32)

@@ -15,15 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from crisp_flex.routing.guards import ROUTE_VERTICAL_SLASH
-from crisp_flex.routing.kernels.layout import WINDOW, Layout, bounds_of, own_bin, proxy_range
+from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.lines import (
     mean_floor,
     slash_kinds,
     slash_mass,
+    slash_span,
     vertical_kinds,
     vertical_mass,
 )
 from crisp_flex.routing.kernels.masses import Masses
+from crisp_flex.routing.kernels.positions import WINDOW, bounds_of, own_bin, proxy_range
 from crisp_flex.routing.params import RouteParams
 
 NUM_WARPS = 8
@@ -128,8 +130,7 @@ def _lines_kernel(
             BLOCK_KV, PLANES, CHUNK, True,
         )  # fmt: skip
         for phase in tl.static_range(PHASES):
-            q_first = phase * BLOCK_Q + offset
-            span = (q_first + (BLOCK_Q - 1)) // BLOCK_KV - ((q_first + 1) // BLOCK_KV - 1)
+            span = slash_span(phase, offset, BLOCK_Q, BLOCK_KV)
             for j in range(0, Nkv + 2, CHUNK):
                 t = j + tl.arange(0, CHUNK)
                 touched = t < 0

@@ -12,15 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from crisp_flex.routing.guards import ROUTE_POOLED_ESTIMATE, ROUTE_VERTICAL_SLASH
-from crisp_flex.routing.kernels.layout import (
-    WINDOW,
-    Layout,
-    bounds_of,
-    first_keys,
-    proxy_range,
-)
+from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.lines import vertical_mass
 from crisp_flex.routing.kernels.masses import Masses
+from crisp_flex.routing.kernels.positions import (
+    WINDOW,
+    bounds_of,
+    first_keys,
+    kv_head_of,
+    proxy_range,
+)
 from crisp_flex.routing.kernels.tile import LOG2_E
 from crisp_flex.routing.params import RouteParams
 
@@ -113,9 +114,8 @@ def _router_kernel(
     elif ROUTER == "c_struct":
         route = tl.where(tl.load(c_struct_ptr + bh) >= tau, LINES, route)
     elif ROUTER == "jsd":
-        b = bh // Hq
+        b, kv_head = kv_head_of(bh, Hq, Hkv)
         Nkv = tl.cdiv(Lkv, BLOCK_KV)
-        kv_head = b * Hkv + (bh % Hq) // (Hq // Hkv)
         start, end = bounds_of(bounds_ptr, b, Lkv)
         q_ptr += b * stride_qb + (bh % Hq) * stride_qh
         mean_q = _proxy_mean(q_ptr, stride_ql, stride_qd, start, end, Lq, Lkv, D, BLOCK_D)

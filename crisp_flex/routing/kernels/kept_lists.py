@@ -11,10 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crisp_flex.routing.geometry import partial_slots
+from crisp_flex.routing.kernels.compact import Lists, append_blocks, dense_rows
 from crisp_flex.routing.kernels.crisp_estimate import LEVELS, TILE_ROWS
 from crisp_flex.routing.kernels.kept import Rule, kept_blocks, lowest_entry
-from crisp_flex.routing.kernels.layout import Layout, bounds_of, first_keys, row_extent
+from crisp_flex.routing.kernels.layout import Layout
+from crisp_flex.routing.kernels.positions import (
+    block_of_start,
+    bounds_of,
+    first_keys,
+    kv_head_of,
+    row_extent,
+    tile_extent,
+)
 from crisp_flex.routing.params import RouteParams
 
 # Rows a program: few where there are few blocks, so that there are programs.
@@ -31,7 +39,7 @@ def kept_lists(
     params: RouteParams,
     *,
     device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Lists:
     """Lists of the blocks that the rule and the guards keep.
 
     Args:
@@ -41,27 +49,16 @@ def kept_lists(
         layout: Of this call.
         params: max_uncovered and dense_last_blocks.
         device: Of the call.
-
-    Returns:
-        kv_num_blocks: [B, Hq, Nq] int32.
-        kv_buffer: [B, Hq, Nq, P + Nkv] int32; partial list from slot 0, full list from slot P,
-            0 elsewhere.
-        full_kv_num_blocks: [B, Hq, Nq] int32.
     """
     x = layout
-    P = partial_slots(x.block_q, x.block_kv, x.Lq, x.Lkv, x.key_valid is not None)
-    counts, full_counts = (
-        torch.empty((x.B, x.Hq, x.Nq), dtype=torch.int32, device=device) for _ in range(2)
-    )
-    # zeros, not empty: what a consumer must not rely on is at least the same on every run
-    buffer = counts.new_zeros((x.B, x.Hq, x.Nq, P + x.Nkv))
+    lists = Lists.empty(layout, device)
     rows = LIST_ROWS if x.Nq >= 256 else SHORT_LIST_ROWS
     _lists_kernel[(triton.cdiv(x.Nq, rows), x.B * x.Hq)](
         *rule.tensors,
         covered,
-        counts,
-        buffer,
-        full_counts,
+        lists.counts,
+        lists.buffer,
+        lists.full_counts,
         x.first_valid,
         x.all_valid,
         x.bounds,
@@ -70,7 +67,7 @@ def kept_lists(
         x.Hkv,
         x.Lq,
         x.Lkv,
-        P,
+        lists.P,
         *rule.numbers,
         params.max_uncovered,
         params.dense_last_blocks,
@@ -85,7 +82,7 @@ def kept_lists(
         BLOCK_J=BLOCK_J,
         num_warps=NUM_WARPS,
     )
-    return counts, buffer, full_counts
+    return lists
 
 
 @triton.jit(
@@ -133,8 +130,7 @@ def _lists_kernel(
     """Grid (tiles of query blocks, B * Hq); the longest rows first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)  # before the first multiply
-    b = bh // Hq
-    kv_head = b * Hkv + (bh % Hq) // (Hq // Hkv)
+    b, kv_head = kv_head_of(bh, Hq, Hkv)
     Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
     offset = Lkv - Lq
     start, end = bounds_of(bounds_ptr, b, Lkv)
@@ -143,18 +139,15 @@ def _lists_kernel(
     )
     row = tile * ROWS + tl.arange(0, ROWS)
     there = row < Nq
-    q_first = row * BLOCK_Q + offset
-    q_last = tl.where(there, tl.minimum(q_first + (BLOCK_Q - 1), Lkv - 1), -1)
-    limit = tl.max(q_last, 0) // BLOCK_KV + 1
-    first_block = tl.minimum(start // BLOCK_KV, Nkv - 1)
+    q_first, q_last, limit = tile_extent(row, there, offset, Lkv, BLOCK_Q, BLOCK_KV)
+    first_block = block_of_start(start, Nkv, BLOCK_KV)
     last_block, count = row_extent(first_valid_ptr, b, q_last, limit, Nkv, BLOCK_KV, BLOCK_J)
 
     live = (q_last >= start) & (q_first < end)
-    last_row = tl.where(end > offset, (end - 1 - offset) // BLOCK_Q, -1)
     all_rows = dense_last_blocks
     if covered_ptr is not None:
         all_rows = tl.where(1 - tl.load(covered_ptr + bh * 2) > max_uncovered, Nq, all_rows)
-    all_blocks = (row > last_row - all_rows) & (row <= last_row)
+    all_blocks = dense_rows(row, all_rows, end, offset, BLOCK_Q)
 
     row_ptrs = (buffer_ptr + (bh * Nq + row) * (P + Nkv))[:, None]
     partials = tl.zeros([ROWS], tl.int32)
@@ -173,20 +166,8 @@ def _lists_kernel(
             )  # fmt: skip
             keep = (keep | all_blocks[:, None]) & live[:, None]
             keep = (keep | (blk[None, :] == last_block[:, None])) & visible
-        full = (tl.minimum(blk * BLOCK_KV + (BLOCK_KV - 1), Lkv - 1))[None, :] <= q_first[:, None]
-        if all_valid_ptr is not None:
-            whole = tl.load(all_valid_ptr + b * Nkv + blk, mask=blk < Nkv, other=0) != 0
-            full = full & whole[None, :]
-        # ascending: the rank of a block is the number of kept ones before it, of its own kind;
-        # both numbers in one scan, the partial ones in the upper half
-        ones = tl.where(keep, tl.where(full, 1, 1 << 16), 0)
-        ranks = tl.cumsum(ones, 1)
-        full_slot = P - 1 + fulls[:, None] + (ranks & 0xFFFF)
-        slot = tl.where(full, full_slot, partials[:, None] - 1 + (ranks >> 16))
-        blocks = blk[None, :] + tl.zeros([ROWS, BLOCK_J], tl.int32)
-        tl.store(row_ptrs + slot, blocks, mask=keep)
-        kept = tl.sum(ones, 1)
-        partials += kept >> 16
-        fulls += kept & 0xFFFF
+        partials, fulls = append_blocks(
+            keep, blk, q_first, row_ptrs, partials, fulls, all_valid_ptr, b, Lkv, Nkv, P, BLOCK_KV
+        )
     tl.store(counts_ptr + bh * Nq + row, partials, mask=there)
     tl.store(full_counts_ptr + bh * Nq + row, fulls, mask=there)

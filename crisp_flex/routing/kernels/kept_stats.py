@@ -11,14 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from crisp_flex.routing.guards import NOT_MEASURED, ROUTE_ALL_BLOCKS, ROUTE_VERTICAL_SLASH
+from crisp_flex.routing.kernels.block_counts import block_counts
+from crisp_flex.routing.kernels.compact import Lists
 from crisp_flex.routing.kernels.kept import Rule
-from crisp_flex.routing.kernels.layout import Layout, first_keys
+from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
 
 
 def kept_stats(
-    counts: Tensor,
-    full_counts: Tensor,
+    lists: Lists,
     c_struct: Tensor | None,
     covered: Tensor | None,
     rule: Rule,
@@ -28,8 +29,7 @@ def kept_stats(
     """[B, Hq, len(STAT_NAMES)] fp32, in the order of STAT_NAMES.
 
     Args:
-        counts: [B, Hq, Nq] int32, of the partial lists.
-        full_counts: [B, Hq, Nq] int32.
+        lists: Of kept_lists.
         c_struct: [B, Hq] fp32; None for policy "dense".
         covered: Of proxy_coverage; None for policy "dense".
         rule: Of the policy.
@@ -37,10 +37,10 @@ def kept_stats(
         params: max_uncovered.
     """
     x = layout
-    out = counts.new_empty((x.B, x.Hq, len(STAT_NAMES)), dtype=torch.float32)
+    out = lists.counts.new_empty((x.B, x.Hq, len(STAT_NAMES)), dtype=torch.float32)
     _stats_kernel[(x.B * x.Hq,)](
-        counts,
-        full_counts,
+        lists.counts,
+        lists.full_counts,
         c_struct,
         covered,
         rule.route,
@@ -84,19 +84,10 @@ def _stats_kernel(
 ):
     """Grid (B * Hq,)."""
     bh = tl.program_id(0).to(tl.int64)  # before the first multiply
-    Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
-    kept = tl.zeros([CHUNK], tl.int32)
-    for i in range(0, Nq, CHUNK):
-        row = i + tl.arange(0, CHUNK)
-        kept += tl.load(counts_ptr + bh * Nq + row, mask=row < Nq, other=0)
-        kept += tl.load(full_counts_ptr + bh * Nq + row, mask=row < Nq, other=0)
-    visible = tl.zeros([CHUNK], tl.int32)
-    for j in range(0, Nkv, CHUNK):
-        blk = j + tl.arange(0, CHUNK)
-        keys = first_keys(first_valid_ptr, bh // Hq, blk, Nkv, BLOCK_KV)
-        # visible to all rows from the one on whose last query is at or past the first valid key
-        first_row = tl.maximum(keys - (Lkv - Lq), 0) // BLOCK_Q
-        visible += tl.where(keys < Lkv, Nq - first_row, 0)
+    kept, visible = block_counts(
+        counts_ptr, full_counts_ptr, first_valid_ptr, bh, bh // Hq, Lq, Lkv,
+        BLOCK_Q, BLOCK_KV, CHUNK,
+    )  # fmt: skip
     c_struct = tl.full([], NOT_MEASURED, tl.float32)
     coverage = tl.full([], 1.0, tl.float32)
     route = tl.full([], ALL_BLOCKS, tl.float32)
@@ -110,8 +101,8 @@ def _stats_kernel(
         route = tl.where(short, route, chosen)
         coverage = tl.where(short, tl.load(covered_ptr + bh * 2 + 1), coverage)
     out_ptr += bh * COLUMNS
-    tl.store(out_ptr, tl.sum(kept, 0).to(tl.float32))
-    tl.store(out_ptr + 1, tl.sum(visible, 0).to(tl.float32))
+    tl.store(out_ptr, kept)
+    tl.store(out_ptr + 1, visible)
     tl.store(out_ptr + 2, c_struct)
     tl.store(out_ptr + 3, coverage)
     tl.store(out_ptr + 4, tl.full([], NOT_MEASURED, tl.float32))

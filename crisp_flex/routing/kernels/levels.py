@@ -14,16 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crisp_flex.routing.kernels.layout import WINDOW, Layout, bounds_of, own_bin, proxy_range
+from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.lines import (
     line_level,
     mean_floor,
     slash_kinds,
     slash_mass,
+    slash_span,
     vertical_kinds,
     vertical_mass,
 )
 from crisp_flex.routing.kernels.masses import Masses
+from crisp_flex.routing.kernels.positions import WINDOW, bounds_of, own_bin, proxy_range
 
 # Multiples of the floor, as in policies.hybrid: the sparsest last. Level 0 passes none of them.
 MULTIPLES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -135,8 +137,7 @@ def _levels_kernel(
         v_level = line_level(v_mass, v_floor, v_anchor, v_entry, MULTIPLES, LINE_FACTOR)
         tl.store(verticals_ptr + bh * Nkv + blk, v_level.to(tl.int8), mask=blk < Nkv)
     for phase in tl.static_range(PHASES):
-        q_first = phase * BLOCK_Q + offset
-        span = (q_first + (BLOCK_Q - 1)) // BLOCK_KV - ((q_first + 1) // BLOCK_KV - 1)
+        span = slash_span(phase, offset, BLOCK_Q, BLOCK_KV)
         for j in range(0, Nkv + 2, CHUNK):
             t = j + tl.arange(0, CHUNK)
             # the diagonals that distances below 128 tokens touch are always kept

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from crisp_flex.routing.kernels.layout import WINDOW, first_keys
+from crisp_flex.routing.kernels.positions import WINDOW, block_of_start, first_keys
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def vertical_kinds(first_valid_ptr, b, blk, start, end, Lkv, BLOCK_KV: tl.conste
     """Whether key blocks blk are anchors, and whether they are there at all."""
     Nkv = tl.cdiv(Lkv, BLOCK_KV)
     entry = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV) < Lkv
-    first_block = tl.minimum(start // BLOCK_KV, Nkv - 1)
+    first_block = block_of_start(start, Nkv, BLOCK_KV)
     recent = tl.maximum(end - WINDOW, start) // BLOCK_KV
     last = (end - 1) // BLOCK_KV
     anchor = (blk == first_block) | ((blk >= recent) & (blk <= last))
@@ -34,6 +34,13 @@ def slash_kinds(bins, start, end, offset, BLOCK_KV: tl.constexpr):
     entry = (bins >= 0) & (bins <= last)
     anchor = (bins <= recent) | (bins >= sink)
     return anchor & entry, entry
+
+
+@triton.jit
+def slash_span(phase, offset, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """How many bins besides the last one touch a block of a query block of this phase."""
+    q_first = phase * BLOCK_Q + offset
+    return (q_first + (BLOCK_Q - 1)) // BLOCK_KV - ((q_first + 1) // BLOCK_KV - 1)
 
 
 @triton.jit

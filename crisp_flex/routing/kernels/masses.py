@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crisp_flex.routing.kernels.layout import (
+from crisp_flex.routing.kernels.layout import Layout
+from crisp_flex.routing.kernels.positions import (
     WINDOW,
-    Layout,
     audit_range,
     bounds_of,
     key_blocks_seen,

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crisp_flex.routing.kernels.layout import Layout, bounds_of
+from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.pooled import SplitKeys, split
+from crisp_flex.routing.kernels.positions import bounds_of
 
 # One tile a program, so only enough warps for 16-byte loads in flight: 1.14 times the floor on an
 # H200 at 128k (2026-11-30, bench_route).

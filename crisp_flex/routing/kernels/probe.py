@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from crisp_flex.routing.geometry import WINDOW_TOKENS
-from crisp_flex.routing.kernels.layout import (
-    Layout,
+from crisp_flex.routing.kernels.layout import Layout
+from crisp_flex.routing.kernels.positions import (
     audit_range,
     bounds_of,
     key_blocks_seen,

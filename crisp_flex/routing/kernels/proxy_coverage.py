@@ -13,8 +13,16 @@ from torch import Tensor
 
 from crisp_flex.routing.kernels.crisp_estimate import LEVELS, TILE_ROWS
 from crisp_flex.routing.kernels.kept import Rule, kept_blocks, lowest_entry
-from crisp_flex.routing.kernels.layout import Layout, bounds_of, first_keys, row_extent
+from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.masses import Masses
+from crisp_flex.routing.kernels.positions import (
+    block_of_start,
+    bounds_of,
+    first_keys,
+    kv_head_of,
+    row_extent,
+    tile_extent,
+)
 
 # Rows of a tile: the query blocks of the proxy rows, padded to what tl.dot takes.
 SLOT_ROWS = tl.constexpr(16)
@@ -94,8 +102,7 @@ def _coverage_kernel(
 ):
     """Grid (B * Hq,)."""
     bh = tl.program_id(0).to(tl.int64)  # before the first multiply
-    b = bh // Hq
-    kv_head = b * Hkv + (bh % Hq) // (Hq // Hkv)
+    b, kv_head = kv_head_of(bh, Hq, Hkv)
     Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
     offset = Lkv - Lq
     start, end = bounds_of(bounds_ptr, b, Lkv)
@@ -106,9 +113,8 @@ def _coverage_kernel(
     row = tl.maximum(end - 1 - offset, 0) // BLOCK_Q - slot
     there = (slot < SLOTS) & (row >= 0)
     row = tl.maximum(row, 0)
-    q_last = tl.where(there, tl.minimum(row * BLOCK_Q + offset + (BLOCK_Q - 1), Lkv - 1), -1)
-    limit = tl.max(q_last, 0) // BLOCK_KV + 1
-    first_block = tl.minimum(start // BLOCK_KV, Nkv - 1)
+    _, q_last, limit = tile_extent(row, there, offset, Lkv, BLOCK_Q, BLOCK_KV)
+    first_block = block_of_start(start, Nkv, BLOCK_KV)
     last_block, count = row_extent(first_valid_ptr, b, q_last, limit, Nkv, BLOCK_KV, BLOCK_J)
     kept = tl.zeros([SLOT_ROWS], tl.float32)
     every = tl.zeros([SLOT_ROWS], tl.float32)

@@ -94,7 +94,7 @@ def route(
         with stage("audit"):
             audited = audit(mean_query, keys, measured, layout, scale=params.scale)
         with stage("select"):
-            counts, buffer, full_counts = select(mean_query, keys, audited, layout, params)
+            lists = select(mean_query, keys, audited, layout, params)
         with stage("stats"):
-            statistics = stats(counts, full_counts, measured.c_struct, audited, layout, params)
-    return counts, buffer, full_counts, statistics
+            statistics = stats(lists, measured.c_struct, audited, layout, params)
+    return lists.counts, lists.buffer, lists.full_counts, statistics

@@ -7,17 +7,24 @@ the dots of the map, and by the writes of the lists where many blocks are kept.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from crisp_flex.routing.geometry import partial_slots
 from crisp_flex.routing.kernels.audit import COVERAGE_MARGIN, Audit
-from crisp_flex.routing.kernels.layout import Layout, bounds_of, first_keys, row_extent
+from crisp_flex.routing.kernels.compact import Lists, append_blocks, dense_rows
+from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.levels import MULTIPLES
 from crisp_flex.routing.kernels.lines import choose_level, row_threshold
 from crisp_flex.routing.kernels.pooled import SplitKeys, load_rows, pooled_logits
+from crisp_flex.routing.kernels.positions import (
+    block_of_start,
+    bounds_of,
+    first_keys,
+    kv_head_of,
+    row_extent,
+    tile_extent,
+)
 from crisp_flex.routing.kernels.tile import LOG2_E
 from crisp_flex.routing.params import RouteParams
 
@@ -32,7 +39,7 @@ NUM_STAGES = 1
 
 def select(
     mean_query: Tensor, keys: SplitKeys, audited: Audit, layout: Layout, params: RouteParams
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Lists:
     """Lists of the blocks kept by both views, the guards and the geometry.
 
     Args:
@@ -41,21 +48,9 @@ def select(
         audited: Levels of the lines, coverage of the multiples.
         layout: Of this call.
         params: Scale, target and dense_last_blocks.
-
-    Returns:
-        kv_num_blocks: [B, Hq, Nq] int32.
-        kv_buffer: [B, Hq, Nq, P + Nkv] int32; partial list from slot 0, full list from slot
-            P, unused slots 0.
-        full_kv_num_blocks: [B, Hq, Nq] int32.
     """
     x = layout
-    P = partial_slots(x.block_q, x.block_kv, x.Lq, x.Lkv, x.key_valid is not None)
-    counts, full_counts = (
-        torch.empty((x.B, x.Hq, x.Nq), dtype=torch.int32, device=mean_query.device)
-        for _ in range(2)
-    )
-    # zeros, not empty: what a consumer must not rely on is at least the same on every run
-    buffer = counts.new_zeros((x.B, x.Hq, x.Nq, P + x.Nkv))
+    lists = Lists.empty(layout, mean_query.device)
     tile_rows = TILE_ROWS if x.Nq >= 256 else SHORT_TILE_ROWS
     audits = audited.coverage.shape[2]
     _select_kernel[(triton.cdiv(x.Nq, tile_rows), x.B * x.Hq)](
@@ -65,9 +60,9 @@ def select(
         audited.levels.verticals,
         audited.levels.slashes,
         audited.coverage,
-        counts,
-        buffer,
-        full_counts,
+        lists.counts,
+        lists.buffer,
+        lists.full_counts,
         x.first_valid,
         x.all_valid,
         x.bounds,
@@ -75,7 +70,7 @@ def select(
         x.Hkv,
         x.Lq,
         x.Lkv,
-        P,
+        lists.P,
         params.scale * LOG2_E.value,
         params.coverage + COVERAGE_MARGIN,
         params.dense_last_blocks,
@@ -93,7 +88,7 @@ def select(
         NUM_STAGES=NUM_STAGES,
         num_warps=NUM_WARPS,
     )
-    return counts, buffer, full_counts
+    return lists
 
 
 @triton.jit(do_not_specialize=["Hq", "Hkv", "Lq", "Lkv", "P", "dense_last_blocks"])
@@ -134,8 +129,7 @@ def _select_kernel(
     """Grid (tiles of query blocks, B * Hq); the longest rows first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)  # before the first multiply
-    b = bh // Hq
-    kv_head = b * Hkv + (bh % Hq) // (Hq // Hkv)
+    b, kv_head = kv_head_of(bh, Hq, Hkv)
     Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
     offset = Lkv - Lq
     start, end = bounds_of(bounds_ptr, b, Lkv)
@@ -146,10 +140,8 @@ def _select_kernel(
 
     row = tile * TILE_I + tl.arange(0, TILE_I)
     there = row < Nq
-    q_first = row * BLOCK_Q + offset
-    q_last = tl.minimum(q_first + (BLOCK_Q - 1), Lkv - 1)
-    limit = tl.max(tl.where(there, q_last, 0), 0) // BLOCK_KV + 1
-    first_block = tl.minimum(start // BLOCK_KV, Nkv - 1)
+    q_first, q_last, limit = tile_extent(row, there, offset, Lkv, BLOCK_Q, BLOCK_KV)
+    first_block = block_of_start(start, Nkv, BLOCK_KV)
     last_block, count = row_extent(first_valid_ptr, b, q_last, limit, Nkv, BLOCK_KV, BLOCK_J)
     last_block = last_block[:, None]
     mean_hi, mean_lo, factor = load_rows(mean_q_ptr, bh * Nq + row, there, D, BLOCK_D)
@@ -180,9 +172,8 @@ def _select_kernel(
     threshold = multiple * row_threshold(rest, total, count)
 
     hi = ((q_first + (BLOCK_Q - 1)) // BLOCK_KV)[:, None]
-    live = (q_last >= start) & (q_first < end) & there
-    last_row = tl.where(end > offset, (end - 1 - offset) // BLOCK_Q, -1)
-    all_blocks = (needed == 0) | ((row > last_row - dense_last_blocks) & (row <= last_row))
+    live = (q_last >= start) & (q_first < end)
+    all_blocks = (needed == 0) | dense_rows(row, dense_last_blocks, end, offset, BLOCK_Q)
     verticals_ptr += bh * Nkv
     slash_ptrs = slashes_ptr + bh * PHASES * (Nkv + 2) + ((row % PHASES) * (Nkv + 2))[:, None]
     row_ptrs = (buffer_ptr + (bh * Nq + row) * (P + Nkv))[:, None]
@@ -191,7 +182,7 @@ def _select_kernel(
     for j in tl.range(0, limit, BLOCK_J, num_stages=NUM_STAGES):
         blk = j + tl.arange(0, BLOCK_J)
         keys = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV)
-        visible = (keys[None, :] <= q_last[:, None]) & there[:, None]
+        visible = keys[None, :] <= q_last[:, None]
         logits = pooled_logits(
             mean_hi, mean_lo, factor, parts_ptr, low_stride, scale_ptr, blk, Nkv, D, BLOCK_D
         )
@@ -201,21 +192,8 @@ def _select_kernel(
         keep = keep | (level >= needed) | (blk[None, :] == first_block)
         keep = (keep | all_blocks[:, None]) & live[:, None]
         keep = (keep | (blk[None, :] == last_block)) & visible
-        full = (tl.minimum(blk * BLOCK_KV + (BLOCK_KV - 1), Lkv - 1))[None, :] <= q_first[:, None]
-        if all_valid_ptr is not None:
-            whole = tl.load(all_valid_ptr + b * Nkv + blk, mask=blk < Nkv, other=0) != 0
-            full = full & whole[None, :]
-        # ascending: the rank of a block is the number of kept ones before it, of its own kind;
-        # both numbers in one scan, the partial ones in the upper half
-        ones = tl.where(keep, tl.where(full, 1, 1 << 16), 0)
-        ranks = tl.cumsum(ones, 1)
-        slot = tl.where(
-            full, P - 1 + fulls[:, None] + (ranks & 0xFFFF), partials[:, None] - 1 + (ranks >> 16)
+        partials, fulls = append_blocks(
+            keep, blk, q_first, row_ptrs, partials, fulls, all_valid_ptr, b, Lkv, Nkv, P, BLOCK_KV
         )
-        blocks = blk[None, :] + tl.zeros([TILE_I, BLOCK_J], tl.int32)
-        tl.store(row_ptrs + slot, blocks, mask=keep)
-        kept = tl.sum(ones, 1)
-        partials += kept >> 16
-        fulls += kept & 0xFFFF
     tl.store(counts_ptr + bh * Nq + row, partials, mask=there)
     tl.store(full_counts_ptr + bh * Nq + row, fulls, mask=there)

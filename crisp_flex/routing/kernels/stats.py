@@ -11,15 +11,16 @@ from torch import Tensor
 
 from crisp_flex.routing.guards import ROUTE_ALL_BLOCKS, ROUTE_BOTH_VIEWS
 from crisp_flex.routing.kernels.audit import COVERAGE_MARGIN, Audit
-from crisp_flex.routing.kernels.layout import Layout, first_keys
+from crisp_flex.routing.kernels.block_counts import block_counts
+from crisp_flex.routing.kernels.compact import Lists
+from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.levels import MULTIPLES
 from crisp_flex.routing.kernels.lines import choose_level
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
 
 
 def stats(
-    counts: Tensor,
-    full_counts: Tensor,
+    lists: Lists,
     c_struct: Tensor,
     audited: Audit,
     layout: Layout,
@@ -30,8 +31,8 @@ def stats(
     out = c_struct.new_empty((x.B, x.Hq, len(STAT_NAMES)))
     audits = audited.coverage.shape[2]
     _stats_kernel[(x.B * x.Hq,)](
-        counts,
-        full_counts,
+        lists.counts,
+        lists.full_counts,
         c_struct,
         audited.coverage,
         out,
@@ -79,19 +80,10 @@ def _stats_kernel(
 ):
     """Grid (B * Hq,)."""
     bh = tl.program_id(0).to(tl.int64)  # before the first multiply
-    Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
-    kept = tl.zeros([CHUNK], tl.int32)
-    for i in range(0, Nq, CHUNK):
-        row = i + tl.arange(0, CHUNK)
-        kept += tl.load(counts_ptr + bh * Nq + row, mask=row < Nq, other=0)
-        kept += tl.load(full_counts_ptr + bh * Nq + row, mask=row < Nq, other=0)
-    visible = tl.zeros([CHUNK], tl.int32)
-    for j in range(0, Nkv, CHUNK):
-        blk = j + tl.arange(0, CHUNK)
-        keys = first_keys(first_valid_ptr, bh // Hq, blk, Nkv, BLOCK_KV)
-        # visible to all rows from the one on whose last query is at or past the first valid key
-        first_row = tl.maximum(keys - (Lkv - Lq), 0) // BLOCK_Q
-        visible += tl.where(keys < Lkv, Nq - first_row, 0)
+    kept, visible = block_counts(
+        counts_ptr, full_counts_ptr, first_valid_ptr, bh, bh // Hq, Lq, Lkv,
+        BLOCK_Q, BLOCK_KV, CHUNK,
+    )  # fmt: skip
     chosen, coverage = choose_level(
         coverage_ptr + bh * AUDITS * 8, target, AUDITS, AUDIT_SLOTS, MINIMUM
     )
@@ -99,8 +91,8 @@ def _stats_kernel(
     for i in tl.static_range(7):
         multiple = tl.where(chosen == i + 1, MULTIPLES[i], multiple)
     out_ptr += bh * COLUMNS
-    tl.store(out_ptr, tl.sum(kept, 0).to(tl.float32))
-    tl.store(out_ptr + 1, tl.sum(visible, 0).to(tl.float32))
+    tl.store(out_ptr, kept)
+    tl.store(out_ptr + 1, visible)
     tl.store(out_ptr + 2, tl.load(c_struct_ptr + bh))
     tl.store(out_ptr + 3, coverage)
     tl.store(out_ptr + 4, multiple)

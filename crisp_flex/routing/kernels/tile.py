@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from crisp_flex.routing.kernels.layout import WINDOW, own_bin
+from crisp_flex.routing.kernels.positions import WINDOW, own_bin
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

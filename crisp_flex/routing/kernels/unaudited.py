@@ -62,9 +62,8 @@ def route(
                 rule = _crisp_rule(query, key, measured, layout, params)
             covered = proxy_coverage(measured, rule, layout)
         lists = kept_lists(rule, covered, layout, params, device=query.device)
-        counts, buffer, full_counts = lists
-        statistics = kept_stats(counts, full_counts, c_struct, covered, rule, layout, params)
-    return counts, buffer, full_counts, statistics
+        statistics = kept_stats(lists, c_struct, covered, rule, layout, params)
+    return lists.counts, lists.buffer, lists.full_counts, statistics
 
 
 def _proxy_masses(query: Tensor, key: Tensor, layout: Layout, params: RouteParams) -> Masses:
