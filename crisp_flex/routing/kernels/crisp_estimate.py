@@ -19,7 +19,13 @@ from torch import Tensor
 from crisp_flex.routing.guards import ROUTE_POOLED_ESTIMATE
 from crisp_flex.routing.kernels.crisp_map import map_logits
 from crisp_flex.routing.kernels.layout import Layout
-from crisp_flex.routing.kernels.positions import bounds_of, first_keys, kv_head_of, tile_extent
+from crisp_flex.routing.kernels.positions import (
+    bounds_of,
+    first_keys,
+    kv_head_of,
+    query_span,
+    tile_extent,
+)
 from crisp_flex.routing.kernels.tile import LOG2_E
 from crisp_flex.routing.params import RouteParams
 
@@ -84,6 +90,7 @@ def estimate(
             out.above,
             x.first_valid,
             x.bounds,
+            x.q_offset,
             x.B * x.Hq,
             x.Hq,
             x.Hkv,
@@ -122,6 +129,7 @@ def _estimate_kernel(
     above_ptr,
     first_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     heads,
     Hq,
     Hkv,
@@ -143,10 +151,10 @@ def _estimate_kernel(
     if tl.load(route_ptr + bh) == ESTIMATE:
         b, kv_head = kv_head_of(bh, Hq, Hkv)
         Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
-        offset = Lkv - Lq
+        offset, reach = query_span(offset_ptr, Lq, Lkv)
         row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
         there = row < Nq
-        q_first, q_last, limit = tile_extent(row, there, offset, Lkv, BLOCK_Q, BLOCK_KV)
+        q_first, q_last, limit = tile_extent(row, there, offset, reach, BLOCK_Q, BLOCK_KV)
         mean_q_ptr += bh * Nq * D
         mean_k_ptr += kv_head * Nkv * D
         row_log2_ptrs = row_log2_ptr + bh * Nq + row
@@ -162,7 +170,7 @@ def _estimate_kernel(
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
                 total = total * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
                 top = new_top
-            start, end = bounds_of(bounds_ptr, b, Lkv)
+            start, end = bounds_of(bounds_ptr, b, reach)
             counts = (total > 0) & (q_last >= start) & (q_first < end)
             row_log2 = tl.where(counts, top + tl.log2(tl.maximum(total, 1.2e-38)), float("inf"))
             tl.store(row_log2_ptrs, row_log2, mask=there)

@@ -12,6 +12,7 @@ from crisp_flex.routing.lines import Lines, cover, slash_anchors, vertical_ancho
 from crisp_flex.routing.params import STAT_NAMES
 from crisp_flex.routing.policies import SELECT, crisp
 from crisp_flex.routing.pool import pooled_map
+from crisp_flex.routing.top_mass import top_mass
 from tests.routing.kernels.compare import (
     DECISION_BUDGET,
     Doubt,
@@ -25,11 +26,11 @@ from tests.routing.kernels.compare import (
 ESTIMATE_BUDGET = 1e-3
 
 
-def check_unaudited(query, key, key_valid, params):
+def check_unaudited(query, key, key_valid, params, q_offset=None):
     """Assert that the kernels' lists and statistics are the reference's; returns their map."""
-    got = dispatch.route(query, key, key_valid, params)
-    want = reference.route(query, key, key_valid, params)
-    unclear = doubt(query, key, key_valid, params)
+    got = dispatch.route(query, key, key_valid, params, q_offset)
+    want = reference.route(query, key, key_valid, params, q_offset)
+    unclear = doubt(query, key, key_valid, params, q_offset)
     Nkv = -(-key.shape[2] // params.block_kv)
     return check_results(got, want, unclear, Nkv, most_unclear=0.02)
 
@@ -56,9 +57,9 @@ def check_estimate_mass(query, key, key_valid, params, got=None):
     assert (mass - reference_mass).abs().max() < ESTIMATE_BUDGET
 
 
-def doubt(query, key, key_valid, params):
+def doubt(query, key, key_valid, params, q_offset=None):
     """The Doubt of a call, by the eager stages."""
-    g = Geometry.of(query, key, key_valid, params)
+    g = Geometry.of(query, key, key_valid, params, q_offset)
     B, Hq = query.shape[:2]
     block = torch.zeros(B, Hq, g.Nq, g.Nkv, dtype=torch.bool, device=query.device)
     head = torch.zeros(B, Hq, dtype=torch.bool, device=query.device)
@@ -74,7 +75,7 @@ def doubt(query, key, key_valid, params):
                 measured.mean_query[:, :, None], means[1], g.filled[:, None, None], params.scale
             )
             jsd = crisp.root_jsd(estimate[:, :, 0], measured.p_v)
-            head = (jsd - crisp._JSD_THRESHOLD).abs() < DECISION_BUDGET
+            head = (jsd - crisp.JSD_THRESHOLD).abs() < DECISION_BUDGET
         takes_lines = crisp._takes_lines(measured, means[1], g, params)[..., None, None]
         lines = Lines(
             unclear_lines(measured.p_v, *vertical_anchors(g), params),
@@ -105,7 +106,7 @@ def unclear_lines(p, anchor, entry, params):
 def unclear_entries(estimate, g, params):
     """[B, Hq, Nq, Nkv]: entries between the kernels' threshold and the exact one."""
     estimate = estimate.masked_fill(~g.live[:, None, :, None], 0.0)
-    by_mass = crisp._top_mass(estimate, params.gamma)
+    by_mass = top_mass(estimate.flatten(2), params.gamma).view(estimate.shape)
     smallest = torch.where(by_mass, estimate, 2.0).amin((-2, -1), keepdim=True)
     rungs = crisp_estimate.RUNGS.value
     octaves = crisp_estimate.first_octaves(g.Nkv, params.gamma)

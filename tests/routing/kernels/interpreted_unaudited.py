@@ -206,7 +206,7 @@ def test_the_last_ladder_resolves_what_the_budget_asks():
 
 
 def test_constants_are_those_of_the_policy():
-    assert crisp_router.JSD_THRESHOLD == crisp._JSD_THRESHOLD
+    assert crisp_router.JSD_THRESHOLD == crisp.JSD_THRESHOLD
     assert unaudited.SMALL_ROW_BLOCKS == crisp._SMALL_ROW_BLOCKS
 
 
