@@ -134,7 +134,7 @@ def quality_of(keep, q, k, v, scale, v_: Variant, rows: list[int], pooled: Poole
     """(quality [G + 1, Hq, m], weight [Hq, m]) of candidates on the audit rows.
 
     measure mass: the exact mass kept, weight 1. measure error: 1 - squared error of the output over
-    weight, with weight the squared norm of the exact output.
+    weight, with weight the squared norm of the exact output, of the head or the mean of all heads.
     """
     qualities, weights = [], []
     group = q.shape[0] // k.shape[0]
@@ -172,7 +172,10 @@ def quality_of(keep, q, k, v, scale, v_: Variant, rows: list[int], pooled: Poole
         total = (by_head @ pv.flatten(2) + dropped @ pc.flatten(2)).unflatten(-1, (BLOCK_Q, -1))
         norm = by_head @ z.mT + dropped @ zc.mT  # [Hq, G + 1, 128]
         off = total / norm[..., None] - exact[:, None]
-        weights.append(exact.square().sum((1, 2)))
+        norm_of_exact = exact.square().sum((1, 2))
+        if v_.norm == "layer":
+            norm_of_exact = norm_of_exact.mean().expand_as(norm_of_exact)
+        weights.append(norm_of_exact)
         qualities.append((1 - off.square().sum((2, 3)) / weights[-1][:, None]).T)
     return torch.stack(qualities, -1), torch.stack(weights, -1)
 

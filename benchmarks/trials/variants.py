@@ -18,7 +18,7 @@ class Variant:
     name: str
     block: int = 128  # key tokens per block; a query block has 128
     # estimate of a row's block masses
-    pool_k: int = 0  # tokens per pooled key, 0: the block
+    pool_k: int = 0  # tokens per pooled key, 0: the block; 1: every key by itself
     pool_q: int = 128  # tokens per pooled query
     over_q: str = "mean"  # mean or max over a block's pooled queries
     spread: bool = False  # add half the variance of a pooled key's logits to its logit
@@ -35,6 +35,7 @@ class Variant:
     measure: str = "mass"  # mass | error
     reduce: str = "mean"  # mean or min over the audit rows
     least: float = 0.0  # the smallest coverage of any audit row, with reduce mean
+    norm: str = "head"  # the error is relative to the head's output, or to the layer's mean head
     scope: str = "head"  # head | layer | segment: rows up to an audit row follow that row
     # one pooled key and value for each `correct` dropped keys, 0: none
     correct: int = 0
@@ -59,9 +60,30 @@ _common = replace(
     _error, name="error 2nd, common", scope="layer", rule="common", lines=4.0, fixed_lines=True
 )
 
+_kept = Variant(name="E", measure="error", norm="layer", grid=FINE)
+_exact = replace(_kept, name="E exact", pool_k=1, pool_q=64)
+_exact_p = replace(
+    _exact, name="E exact top-p", rule="top-p", grid=LEFT_OUT, lines=4.0, fixed_lines=True
+)
+
 VARIANTS: list[Variant] = [
-    # today's frontier, then correction at lower targets
+    # today's frontier, then the error audit with better estimates
     *_many(_mass, target=(0.9, 0.8, 0.95, 0.7)),
+    *_many(_exact_p, target=(0.87, 0.9, 0.85, 0.8)),
+    *_many(_exact, target=(0.87, 0.9, 0.85)),
+    *_many(replace(_exact_p, name="E exact top-p k64", block=64), target=(0.87, 0.9, 0.85)),
+    *_many(_kept, target=(0.87, 0.9, 0.85, 0.8)),
+    replace(_exact_p, name="E exact top-p corrected target 0.87", correct=128, target=0.87),
+    replace(_exact_p, name="E exact top-p no lines target 0.87", lines=0.0, target=0.87),
+    replace(_exact_p, name="E exact top-p 8 rows target 0.87", rows=8, target=0.87),
+    replace(_exact_p, name="E exact top-p q 128 target 0.87", pool_q=128, target=0.87),
+    replace(_exact_p, name="E exact top-p q 32 target 0.87", pool_q=32, target=0.87),
+    replace(_exact_p, name="E exact top-p value target 0.87", value=True, target=0.87),
+    replace(_exact_p, name="E exact top-p norm head target 0.87", norm="head", target=0.87),
+    replace(_exact_p, name="E exact top-p shared target 0.87", share=True, target=0.87),
+    replace(_exact, name="mass exact", measure="mass", norm="head"),
+    replace(_exact_p, name="mass exact top-p", measure="mass", norm="head"),
+    # correction at lower targets
     *_many(_both, target=(0.8, 0.7, 0.9, 0.6)),
     *_many(_fixed, target=(0.8, 0.7)),
     *_many(_error, target=(0.8, 0.7, 0.6, 0.9)),
