@@ -22,6 +22,7 @@ from crisp_flex.routing.kernels.positions import (
     block_of_start,
     bounds_of,
     first_keys,
+    query_span,
     row_ends,
 )
 from crisp_flex.routing.kernels.tile import LOG2_E
@@ -75,6 +76,7 @@ def audit(
         logits,
         x.first_valid,
         x.bounds,
+        x.q_offset,
         x.Hkv,
         x.G,
         x.Lq,
@@ -97,6 +99,7 @@ def audit(
         coverage,
         x.first_valid,
         x.bounds,
+        x.q_offset,
         x.Hq,
         x.Lq,
         x.Lkv,
@@ -120,6 +123,7 @@ def _map_kernel(
     logits_ptr,
     first_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     Hkv,
     G,
     Lq,
@@ -137,12 +141,13 @@ def _map_kernel(
     kv_head = tl.program_id(2).to(tl.int64)  # before the first multiply
     b = kv_head // Hkv
     Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
-    start, end = bounds_of(bounds_ptr, b, Lkv)
+    offset, reach = query_span(offset_ptr, Lq, Lkv)
+    start, end = bounds_of(bounds_ptr, b, reach)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = m < G * AUDITS
     h = kv_head * G + m // AUDITS
-    row = audit_block(start, end, Lkv - Lq, Nq, m % AUDITS, AUDITS, BLOCK_Q)
-    _, q_last = row_ends(row, Lkv - Lq, Lkv, BLOCK_Q)
+    row = audit_block(start, end, offset, Nq, m % AUDITS, AUDITS, BLOCK_Q)
+    _, q_last = row_ends(row, offset, reach, BLOCK_Q)
     blk = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
     keys = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV)
     hi, lo, row_scale = load_rows(mean_q_ptr, h * Nq + row, there, D, BLOCK_D)
@@ -165,6 +170,7 @@ def _coverage_kernel(
     coverage_ptr,
     first_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     Hq,
     Lq,
     Lkv,
@@ -181,10 +187,10 @@ def _coverage_kernel(
     bh = tl.program_id(1).to(tl.int64)  # before the first multiply
     b = bh // Hq
     Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
-    offset = Lkv - Lq
-    start, end = bounds_of(bounds_ptr, b, Lkv)
+    offset, reach = query_span(offset_ptr, Lq, Lkv)
+    start, end = bounds_of(bounds_ptr, b, reach)
     row = audit_block(start, end, offset, Nq, step, AUDITS, BLOCK_Q)
-    q_first, q_last = row_ends(row, offset, Lkv, BLOCK_Q)
+    q_first, q_last = row_ends(row, offset, reach, BLOCK_Q)
     limit = q_last // BLOCK_KV + 1
     logits_ptr += (bh * AUDITS + step) * Nkv
     mass_ptr += (bh * (AUDITS + PLANES) + step) * Nkv

@@ -5,16 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from crisp_flex.routing.kernels.positions import first_keys
+from crisp_flex.routing.kernels.positions import first_keys, query_span
 
 
 @triton.jit
 def block_counts(
-    counts_ptr, full_counts_ptr, first_valid_ptr, bh, b, Lq, Lkv, BLOCK_Q: tl.constexpr,
+    counts_ptr, full_counts_ptr, first_valid_ptr, offset_ptr, bh, b, Lq, Lkv, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """fp32 numbers of kept and of visible blocks of head bh, in all rows together."""
     Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
+    offset, reach = query_span(offset_ptr, Lq, Lkv)
     kept = tl.zeros([CHUNK], tl.int32)
     for i in range(0, Nq, CHUNK):
         row = i + tl.arange(0, CHUNK)
@@ -25,6 +26,6 @@ def block_counts(
         blk = j + tl.arange(0, CHUNK)
         keys = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV)
         # visible to all rows from the one on whose last query is at or past the first valid key
-        first_row = tl.maximum(keys - (Lkv - Lq), 0) // BLOCK_Q
-        visible += tl.where(keys < Lkv, Nq - first_row, 0)
+        first_row = tl.maximum(keys - offset, 0) // BLOCK_Q
+        visible += tl.where(keys < reach, Nq - first_row, 0)
     return tl.sum(kept, 0).to(tl.float32), tl.sum(visible, 0).to(tl.float32)

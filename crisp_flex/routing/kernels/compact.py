@@ -37,7 +37,8 @@ class Lists:
     def empty(cls, layout: Layout, device: torch.device) -> Lists:
         """Lists to be filled by a kernel; the counts are undefined."""
         x = layout
-        P = partial_slots(x.block_q, x.block_kv, x.Lq, x.Lkv, x.key_valid is not None)
+        masked, moved = x.key_valid is not None, x.q_offset is not None
+        P = partial_slots(x.block_q, x.block_kv, x.Lq, x.Lkv, masked, moved)
         counts, full_counts = (
             torch.empty((x.B, x.Hq, x.Nq), dtype=torch.int32, device=device) for _ in range(2)
         )

@@ -25,7 +25,7 @@ from crisp_flex.routing.kernels.lines import (
     vertical_mass,
 )
 from crisp_flex.routing.kernels.masses import Masses
-from crisp_flex.routing.kernels.positions import WINDOW, bounds_of, own_bin, proxy_range
+from crisp_flex.routing.kernels.positions import WINDOW, bounds_of, own_bin, proxy_range, query_span
 from crisp_flex.routing.params import RouteParams
 
 NUM_WARPS = 8
@@ -70,6 +70,7 @@ def cover_lines(route: Tensor, measured: Masses, layout: Layout, params: RoutePa
         cover.slashes,
         x.first_valid,
         x.bounds,
+        x.q_offset,
         x.Hq,
         x.Lq,
         x.Lkv,
@@ -96,6 +97,7 @@ def _lines_kernel(
     slashes_ptr,
     first_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     Hq,
     Lq,
     Lkv,
@@ -113,12 +115,12 @@ def _lines_kernel(
     bh = tl.program_id(0).to(tl.int64)  # before the first multiply
     if tl.load(route_ptr + bh) == LINES:
         Nkv = tl.cdiv(Lkv, BLOCK_KV)
-        offset = Lkv - Lq
+        offset, reach = query_span(offset_ptr, Lq, Lkv)
         mass_ptr += bh * PLANES * Nkv
         ranked_ptr += bh * 2 * Nkv
         v_cut, v_last = _rank(
-            ranked_ptr, mass_ptr, first_valid_ptr, bounds_ptr, bh // Hq, Lq, Lkv, alpha, k_min,
-            BLOCK_KV, PLANES, CHUNK, False,
+            ranked_ptr, mass_ptr, first_valid_ptr, bounds_ptr, bh // Hq, Lq, Lkv, offset, reach,
+            alpha, k_min, BLOCK_KV, PLANES, CHUNK, False,
         )  # fmt: skip
         for j in range(0, Nkv, CHUNK):
             blk = j + tl.arange(0, CHUNK)
@@ -126,8 +128,8 @@ def _lines_kernel(
             tl.store(verticals_ptr + bh * Nkv + blk, kept.to(tl.int8), mask=blk < Nkv)
         ranked_ptr += Nkv
         s_cut, s_last = _rank(
-            ranked_ptr, mass_ptr, first_valid_ptr, bounds_ptr, bh // Hq, Lq, Lkv, alpha, k_min,
-            BLOCK_KV, PLANES, CHUNK, True,
+            ranked_ptr, mass_ptr, first_valid_ptr, bounds_ptr, bh // Hq, Lq, Lkv, offset, reach,
+            alpha, k_min, BLOCK_KV, PLANES, CHUNK, True,
         )  # fmt: skip
         for phase in tl.static_range(PHASES):
             span = slash_span(phase, offset, BLOCK_Q, BLOCK_KV)
@@ -150,6 +152,8 @@ def _rank(
     b,
     Lq,
     Lkv,
+    offset,
+    reach,
     alpha,
     k_min,
     BLOCK_KV: tl.constexpr,
@@ -163,7 +167,7 @@ def _rank(
     equal it, the ones up to the second number returned are kept. Stored is 2 for an anchor, which
     is above every cut, and -1 for what does not occur.
     """
-    start, end = bounds_of(bounds_ptr, b, Lkv)
+    start, end = bounds_of(bounds_ptr, b, reach)
     Nkv = tl.cdiv(Lkv, BLOCK_KV)
     rest = tl.zeros([CHUNK], tl.float32)
     others = tl.zeros([CHUNK], tl.int32)
@@ -171,11 +175,13 @@ def _rank(
     for j in range(0, Nkv, CHUNK):
         index = j + tl.arange(0, CHUNK)
         if SLASHES:
-            first, _, _ = proxy_range(start, end, Lkv - Lq, Lq)
-            anchor, entry = slash_kinds(index, start, end, Lkv - Lq, BLOCK_KV)
+            first, _, _ = proxy_range(start, end, offset, Lq)
+            anchor, entry = slash_kinds(index, start, end, offset, BLOCK_KV)
             mass = slash_mass(mass_ptr, index, own_bin(first, WINDOW, BLOCK_KV), Nkv, PLANES)
         else:
-            anchor, entry = vertical_kinds(first_valid_ptr, b, index, start, end, Lkv, BLOCK_KV)
+            anchor, entry = vertical_kinds(
+                first_valid_ptr, b, index, start, end, reach, Nkv, BLOCK_KV
+            )
             mass = vertical_mass(mass_ptr, index, Nkv, PLANES)
         rest += tl.where(entry & ~anchor, mass, 0.0)
         others += (entry & ~anchor).to(tl.int32)

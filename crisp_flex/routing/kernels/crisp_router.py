@@ -21,6 +21,7 @@ from crisp_flex.routing.kernels.positions import (
     first_keys,
     kv_head_of,
     proxy_range,
+    query_span,
 )
 from crisp_flex.routing.kernels.tile import LOG2_E
 from crisp_flex.routing.params import RouteParams
@@ -56,6 +57,7 @@ def route_heads(
         route,
         x.first_valid,
         x.bounds,
+        x.q_offset,
         *query.stride(),
         x.Hq,
         x.Hkv,
@@ -86,6 +88,7 @@ def _router_kernel(
     route_ptr,
     first_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     stride_qb,
     stride_qh,
     stride_ql,
@@ -116,12 +119,13 @@ def _router_kernel(
     elif ROUTER == "jsd":
         b, kv_head = kv_head_of(bh, Hq, Hkv)
         Nkv = tl.cdiv(Lkv, BLOCK_KV)
-        start, end = bounds_of(bounds_ptr, b, Lkv)
+        offset, reach = query_span(offset_ptr, Lq, Lkv)
+        start, end = bounds_of(bounds_ptr, b, reach)
         q_ptr += b * stride_qb + (bh % Hq) * stride_qh
-        mean_q = _proxy_mean(q_ptr, stride_ql, stride_qd, start, end, Lq, Lkv, D, BLOCK_D)
+        mean_q = _proxy_mean(q_ptr, stride_ql, stride_qd, start, end, offset, Lq, D, BLOCK_D)
         jsd = _divergence(
             mean_q * (scale * LOG2_E), mean_k_ptr + kv_head * Nkv * D,
-            mass_ptr + bh * PLANES * Nkv, first_valid_ptr, b, Nkv, Lkv,
+            mass_ptr + bh * PLANES * Nkv, first_valid_ptr, b, Nkv, reach,
             D, BLOCK_D, BLOCK_KV, PLANES, BLOCK_J,
         )  # fmt: skip
         route = tl.where(tl.sqrt(tl.maximum(jsd, 0.0)) >= JSD_THRESHOLD, LINES, route)
@@ -130,10 +134,9 @@ def _router_kernel(
 
 @triton.jit
 def _proxy_mean(
-    q_ptr, stride_ql, stride_qd, start, end, Lq, Lkv, D: tl.constexpr, BLOCK_D: tl.constexpr
+    q_ptr, stride_ql, stride_qd, start, end, offset, Lq, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """[BLOCK_D] fp32: mean of the proxy rows of a head, 0 if there are none."""
-    offset = Lkv - Lq
     first, lo, hi = proxy_range(start, end, offset, Lq)
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
@@ -156,7 +159,7 @@ def _divergence(
     first_valid_ptr,
     b,
     Nkv,
-    Lkv,
+    reach,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -171,7 +174,7 @@ def _divergence(
     total = tl.zeros([1], tl.float32)
     for j in range(0, Nkv, BLOCK_J):
         blk = j + tl.arange(0, BLOCK_J)
-        filled = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV) < Lkv
+        filled = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV) < reach
         logits = _row_logits(mean_q, mean_k_ptr, blk, filled, D, BLOCK_D)
         new_top = tl.maximum(top, tl.max(logits, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -182,7 +185,7 @@ def _divergence(
     divergence = tl.zeros([BLOCK_J], tl.float32)
     for j in range(0, Nkv, BLOCK_J):
         blk = j + tl.arange(0, BLOCK_J)
-        filled = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV) < Lkv
+        filled = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV) < reach
         logits = _row_logits(mean_q, mean_k_ptr, blk, filled, D, BLOCK_D)
         p = tl.exp2(logits - base) / total
         q = vertical_mass(proxy_ptr, blk, Nkv, PLANES)

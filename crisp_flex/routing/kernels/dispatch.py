@@ -15,9 +15,13 @@ def supports(query: Tensor, key: Tensor, params: RouteParams) -> bool:
 
 
 def route(
-    query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
+    query: Tensor,
+    key: Tensor,
+    key_valid: Tensor | None,
+    params: RouteParams,
+    q_offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The route of params.policy; see reference.route, unused slots of the lists undefined."""
     if params.policy == "hybrid":
-        return audited.route(query, key, key_valid, params)
-    return unaudited.route(query, key, key_valid, params)
+        return audited.route(query, key, key_valid, params, q_offset)
+    return unaudited.route(query, key, key_valid, params, q_offset)

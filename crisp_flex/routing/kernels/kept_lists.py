@@ -20,6 +20,7 @@ from crisp_flex.routing.kernels.positions import (
     bounds_of,
     first_keys,
     kv_head_of,
+    query_span,
     row_extent,
     tile_extent,
 )
@@ -62,6 +63,7 @@ def kept_lists(
         x.first_valid,
         x.all_valid,
         x.bounds,
+        x.q_offset,
         x.B * x.Hq,
         x.Hq,
         x.Hkv,
@@ -105,6 +107,7 @@ def _lists_kernel(
     first_valid_ptr,
     all_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     heads,
     Hq,
     Hkv,
@@ -132,14 +135,14 @@ def _lists_kernel(
     bh = tl.program_id(1).to(tl.int64)  # before the first multiply
     b, kv_head = kv_head_of(bh, Hq, Hkv)
     Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
-    offset = Lkv - Lq
-    start, end = bounds_of(bounds_ptr, b, Lkv)
+    offset, reach = query_span(offset_ptr, Lq, Lkv)
+    start, end = bounds_of(bounds_ptr, b, reach)
     low = lowest_entry(
         route_ptr, above_ptr, heads, bh, tl.cdiv(Nq, TILE_ROWS), gamma, octaves, LEVELS
     )
     row = tile * ROWS + tl.arange(0, ROWS)
     there = row < Nq
-    q_first, q_last, limit = tile_extent(row, there, offset, Lkv, BLOCK_Q, BLOCK_KV)
+    q_first, q_last, limit = tile_extent(row, there, offset, reach, BLOCK_Q, BLOCK_KV)
     first_block = block_of_start(start, Nkv, BLOCK_KV)
     last_block, count = row_extent(first_valid_ptr, b, q_last, limit, Nkv, BLOCK_KV, BLOCK_J)
 

@@ -46,6 +46,7 @@ def kept_stats(
         rule.route,
         out,
         x.first_valid,
+        x.q_offset,
         x.Hq,
         x.Lq,
         x.Lkv,
@@ -70,6 +71,7 @@ def _stats_kernel(
     route_ptr,
     out_ptr,
     first_valid_ptr,
+    offset_ptr,
     Hq,
     Lq,
     Lkv,
@@ -85,7 +87,7 @@ def _stats_kernel(
     """Grid (B * Hq,)."""
     bh = tl.program_id(0).to(tl.int64)  # before the first multiply
     kept, visible = block_counts(
-        counts_ptr, full_counts_ptr, first_valid_ptr, bh, bh // Hq, Lq, Lkv,
+        counts_ptr, full_counts_ptr, first_valid_ptr, offset_ptr, bh, bh // Hq, Lq, Lkv,
         BLOCK_Q, BLOCK_KV, CHUNK,
     )  # fmt: skip
     c_struct = tl.full([], NOT_MEASURED, tl.float32)

@@ -33,16 +33,26 @@ class Layout:
     # [B, Nkv] int32 first valid key of a block (Lkv if none) and int8 whether all its keys are.
     first_valid: Tensor | None
     all_valid: Tensor | None
+    # [1] integer position of query 0 in a cache longer than its filling; None is Lkv - Lq.
+    q_offset: Tensor | None = None
 
     @classmethod
     def of(
-        cls, query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
+        cls,
+        query: Tensor,
+        key: Tensor,
+        key_valid: Tensor | None,
+        params: RouteParams,
+        q_offset: Tensor | None = None,
     ) -> Layout:
         """The layout of routing query [B, Hq, Lq, D] over key [B, Hkv, Lkv, D]."""
         B, Hq, Lq, D = query.shape
         Hkv, Lkv = key.shape[1:3]
         bounds = first_valid = all_valid = None
         if key_valid is not None:
+            if q_offset is not None:
+                tokens = torch.arange(Lkv, device=key.device)
+                key_valid = key_valid & (tokens < q_offset + Lq)
             key_valid = key_valid.contiguous()
             bounds = torch.stack(valid_range(key_valid, Lkv, device=key.device), -1).int()
             first_valid, all_valid = _block_validity(key_valid, params.block_kv)
@@ -59,6 +69,7 @@ class Layout:
             bounds=bounds,
             first_valid=first_valid,
             all_valid=all_valid,
+            q_offset=q_offset,
         )
 
     @property
@@ -106,7 +117,8 @@ class Layout:
     def planes(self) -> int:
         """Distance bins that one key block meets from the proxy rows, at most."""
         rows = min(WINDOW_TOKENS, self.Lq)
-        aligned = self.key_valid is None and (self.Lkv - rows) % self.block_kv == 0
+        known = self.key_valid is None and self.q_offset is None
+        aligned = known and (self.Lkv - rows) % self.block_kv == 0
         # distances from the block's own bin on: -(block_kv - 1) .. farthest
         farthest = rows - 1 + (0 if aligned else self.block_kv - 1)
         return farthest // self.block_kv + 2

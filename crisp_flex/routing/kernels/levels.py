@@ -25,7 +25,7 @@ from crisp_flex.routing.kernels.lines import (
     vertical_mass,
 )
 from crisp_flex.routing.kernels.masses import Masses
-from crisp_flex.routing.kernels.positions import WINDOW, bounds_of, own_bin, proxy_range
+from crisp_flex.routing.kernels.positions import WINDOW, bounds_of, own_bin, proxy_range, query_span
 
 # Multiples of the floor, as in policies.hybrid: the sparsest last. Level 0 passes none of them.
 MULTIPLES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -63,6 +63,7 @@ def levels(measured: Masses, layout: Layout) -> Levels:
         out.slashes,
         x.first_valid,
         x.bounds,
+        x.q_offset,
         x.Hq,
         x.Lq,
         x.Lkv,
@@ -87,6 +88,7 @@ def _levels_kernel(
     slashes_ptr,
     first_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     Hq,
     Lq,
     Lkv,
@@ -104,8 +106,8 @@ def _levels_kernel(
     bh = tl.program_id(0).to(tl.int64)  # before the first multiply
     b = bh // Hq
     Nkv = tl.cdiv(Lkv, BLOCK_KV)
-    offset = Lkv - Lq
-    start, end = bounds_of(bounds_ptr, b, Lkv)
+    offset, reach = query_span(offset_ptr, Lq, Lkv)
+    start, end = bounds_of(bounds_ptr, b, reach)
     proxy_ptr = mass_ptr + (bh * (AUDITS + PLANES) + AUDITS) * Nkv
     first_proxy, _, _ = proxy_range(start, end, offset, Lq)
     first_bin = own_bin(first_proxy, WINDOW, BLOCK_KV)
@@ -118,7 +120,9 @@ def _levels_kernel(
     s_entries = tl.zeros([CHUNK], tl.int32)
     for j in range(0, Nkv, CHUNK):
         blk = j + tl.arange(0, CHUNK)
-        v_anchor, v_entry = vertical_kinds(first_valid_ptr, b, blk, start, end, Lkv, BLOCK_KV)
+        v_anchor, v_entry = vertical_kinds(
+            first_valid_ptr, b, blk, start, end, reach, Nkv, BLOCK_KV
+        )
         s_anchor, s_entry = slash_kinds(blk, start, end, offset, BLOCK_KV)
         v_candidate, s_candidate = v_entry & ~v_anchor, s_entry & ~s_anchor
         v_rest += tl.where(v_candidate, vertical_mass(proxy_ptr, blk, Nkv, PLANES), 0.0)
@@ -132,7 +136,9 @@ def _levels_kernel(
 
     for j in range(0, Nkv, CHUNK):
         blk = j + tl.arange(0, CHUNK)
-        v_anchor, v_entry = vertical_kinds(first_valid_ptr, b, blk, start, end, Lkv, BLOCK_KV)
+        v_anchor, v_entry = vertical_kinds(
+            first_valid_ptr, b, blk, start, end, reach, Nkv, BLOCK_KV
+        )
         v_mass = vertical_mass(proxy_ptr, blk, Nkv, PLANES)
         v_level = line_level(v_mass, v_floor, v_anchor, v_entry, MULTIPLES, LINE_FACTOR)
         tl.store(verticals_ptr + bh * Nkv + blk, v_level.to(tl.int8), mask=blk < Nkv)

@@ -12,10 +12,9 @@ from crisp_flex.routing.kernels.positions import WINDOW, block_of_start, first_k
 
 
 @triton.jit
-def vertical_kinds(first_valid_ptr, b, blk, start, end, Lkv, BLOCK_KV: tl.constexpr):
+def vertical_kinds(first_valid_ptr, b, blk, start, end, reach, Nkv, BLOCK_KV: tl.constexpr):
     """Whether key blocks blk are anchors, and whether they are there at all."""
-    Nkv = tl.cdiv(Lkv, BLOCK_KV)
-    entry = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV) < Lkv
+    entry = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV) < reach
     first_block = block_of_start(start, Nkv, BLOCK_KV)
     recent = tl.maximum(end - WINDOW, start) // BLOCK_KV
     last = (end - 1) // BLOCK_KV

@@ -18,6 +18,7 @@ from crisp_flex.routing.kernels.positions import (
     bounds_of,
     key_blocks_seen,
     proxy_range,
+    query_span,
 )
 from crisp_flex.routing.kernels.probe import Sums
 from crisp_flex.routing.kernels.tile import log2_sum
@@ -63,6 +64,7 @@ def masses(sums: Sums, layout: Layout, *, audit_rows: int, by_slot: bool = False
         c_struct,
         slot_mass,
         x.bounds,
+        x.q_offset,
         x.Hq,
         x.Lq,
         x.Lkv,
@@ -91,6 +93,7 @@ def _mass_kernel(
     c_struct_ptr,
     slot_ptr,
     bounds_ptr,
+    offset_ptr,
     Hq,
     Lq,
     Lkv,
@@ -109,8 +112,8 @@ def _mass_kernel(
     chunk = tl.program_id(0)
     step = tl.program_id(1)
     bh = tl.program_id(2).to(tl.int64)  # before the first multiply
-    start, end = bounds_of(bounds_ptr, bh // Hq, Lkv)
-    offset = Lkv - Lq
+    offset, reach = query_span(offset_ptr, Lq, Lkv)
+    start, end = bounds_of(bounds_ptr, bh // Hq, reach)
     Nkv = tl.cdiv(Lkv, BLOCK_KV)
     splits = tl.cdiv(Nkv, split_blocks)
     mass_ptr += bh * (AUDITS + PLANES) * Nkv

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.pooled import SplitKeys, split
-from crisp_flex.routing.kernels.positions import bounds_of
+from crisp_flex.routing.kernels.positions import bounds_of, query_span
 
 # One tile a program, so only enough warps for 16-byte loads in flight: 1.14 times the floor on an
 # H200 at 128k (2026-11-30, bench_route).
@@ -66,6 +66,7 @@ def _launch(
         key_scale,
         x.key_valid,
         x.bounds,
+        x.q_offset,
         *query.stride(),
         *key.stride(),
         x.Hq,
@@ -89,6 +90,7 @@ def _pool_kernel(
     key_scale_ptr,
     key_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     stride_qb,
     stride_qh,
     stride_ql,
@@ -112,6 +114,7 @@ def _pool_kernel(
     b = tl.program_id(1).to(tl.int64)
     Nq = tl.cdiv(Lq, BLOCK_Q)
     Nkv = tl.cdiv(Lkv, BLOCK_KV)
+    offset, reach = query_span(offset_ptr, Lq, Lkv)
     d = tl.arange(0, BLOCK_D)
     if pid < Nq * Hq:
         h = (pid // Nq).to(tl.int64)
@@ -119,8 +122,8 @@ def _pool_kernel(
         q_token = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         q_valid = q_token < Lq
         if bounds_ptr is not None:
-            start, end = bounds_of(bounds_ptr, b, Lkv)
-            position = q_token + (Lkv - Lq)
+            start, end = bounds_of(bounds_ptr, b, reach)
+            position = q_token + offset
             q_valid = q_valid & (position >= start) & (position < end)
         x_ptr = q_ptr + b * stride_qb + h * stride_qh
         mean = _mean(x_ptr, q_token, q_valid, stride_ql, stride_qd, D, BLOCK_D)
@@ -131,7 +134,7 @@ def _pool_kernel(
         h = (pid // Nkv).to(tl.int64)
         block = pid % Nkv
         k_token = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        k_valid = k_token < Lkv
+        k_valid = k_token < reach
         if key_valid_ptr is not None:
             there = tl.load(key_valid_ptr + b * Lkv + k_token, mask=k_valid, other=0)
             k_valid = k_valid & (there != 0)

@@ -22,31 +22,47 @@ def kv_head_of(bh, Hq, Hkv):
 
 
 @triton.jit
-def bounds_of(bounds_ptr, b, Lkv):
+def query_span(offset_ptr, Lq, Lkv):
+    """Position of query 0 among the keys, and the one past the last query: the end of the keys.
+
+    They are offset and offset + Lq of a cache longer than its filling, else Lkv - Lq and Lkv.
+    """
+    if offset_ptr is not None:
+        offset = tl.load(offset_ptr).to(tl.int32)
+        # at most Lkv by contract; an offset beyond it must not become a read beyond the cache
+        reach = tl.minimum(offset + Lq, Lkv)
+    else:
+        offset = Lkv - Lq
+        reach = Lkv
+    return offset, reach
+
+
+@triton.jit
+def bounds_of(bounds_ptr, b, reach):
     """Start and end of the valid keys of sequence b; start = Lkv and end = 0 if there are none."""
     if bounds_ptr is not None:
         start = tl.load(bounds_ptr + 2 * b)
         end = tl.load(bounds_ptr + 2 * b + 1)
     else:
         start = tl.full([], 0, tl.int32)
-        end = tl.full([], 0, tl.int32) + Lkv
+        end = tl.full([], 0, tl.int32) + reach
     return start, end
 
 
 @triton.jit
-def row_ends(row, offset, Lkv, BLOCK_Q: tl.constexpr):
+def row_ends(row, offset, reach, BLOCK_Q: tl.constexpr):
     """Positions of the first and the last query of query blocks row."""
     q_first = row * BLOCK_Q + offset
-    return q_first, tl.minimum(q_first + (BLOCK_Q - 1), Lkv - 1)
+    return q_first, tl.minimum(q_first + (BLOCK_Q - 1), reach - 1)
 
 
 @triton.jit
-def tile_extent(row, there, offset, Lkv, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+def tile_extent(row, there, offset, reach, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
     """row_ends of query blocks row [R], and the number of key blocks up to the last one they see.
 
     The last position is -1 where a row is not there, so that it sees nothing.
     """
-    q_first, q_last = row_ends(row, offset, Lkv, BLOCK_Q)
+    q_first, q_last = row_ends(row, offset, reach, BLOCK_Q)
     q_last = tl.where(there, q_last, -1)
     return q_first, q_last, tl.max(q_last, 0) // BLOCK_KV + 1
 

@@ -24,6 +24,7 @@ from crisp_flex.routing.kernels.positions import (
     bounds_of,
     key_blocks_seen,
     proxy_range,
+    query_span,
 )
 from crisp_flex.routing.kernels.tile import LOG2_E, add_tile, log2_sum, structure_sum
 
@@ -99,6 +100,7 @@ def probe(query: Tensor, key: Tensor, layout: Layout, *, scale: float, audit_row
             by_split,
             x.key_valid,
             x.bounds,
+            x.q_offset,
             *query.stride(),
             *key.stride(),
             *numbers,
@@ -131,6 +133,7 @@ def _probe_kernel(
     split_ptr,
     key_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     stride_qb,
     stride_qh,
     stride_ql,
@@ -168,8 +171,8 @@ def _probe_kernel(
     b = tl.program_id(2).to(tl.int64) // Hkv
     hk = tl.program_id(2).to(tl.int64) % Hkv
     Nkv = tl.cdiv(Lkv, BLOCK_KV)
-    offset = Lkv - Lq
-    start, end = bounds_of(bounds_ptr, b, Lkv)
+    offset, reach = query_span(offset_ptr, Lq, Lkv)
+    start, end = bounds_of(bounds_ptr, b, reach)
     if PLANES == 0:
         Nq = tl.cdiv(Lq, BLOCK_Q)
         first, lo, hi = audit_range(start, end, offset, Nq, step, audits, BLOCK_Q)

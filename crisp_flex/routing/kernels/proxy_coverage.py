@@ -20,6 +20,7 @@ from crisp_flex.routing.kernels.positions import (
     bounds_of,
     first_keys,
     kv_head_of,
+    query_span,
     row_extent,
     tile_extent,
 )
@@ -48,6 +49,7 @@ def proxy_coverage(measured: Masses, rule: Rule, layout: Layout) -> Tensor:
         covered,
         x.first_valid,
         x.bounds,
+        x.q_offset,
         x.B * x.Hq,
         x.Hq,
         x.Hkv,
@@ -81,6 +83,7 @@ def _coverage_kernel(
     covered_ptr,
     first_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     heads,
     Hq,
     Hkv,
@@ -104,8 +107,8 @@ def _coverage_kernel(
     bh = tl.program_id(0).to(tl.int64)  # before the first multiply
     b, kv_head = kv_head_of(bh, Hq, Hkv)
     Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
-    offset = Lkv - Lq
-    start, end = bounds_of(bounds_ptr, b, Lkv)
+    offset, reach = query_span(offset_ptr, Lq, Lkv)
+    start, end = bounds_of(bounds_ptr, b, reach)
     low = lowest_entry(
         route_ptr, above_ptr, heads, bh, tl.cdiv(Nq, TILE_ROWS), gamma, octaves, LEVELS
     )
@@ -113,7 +116,7 @@ def _coverage_kernel(
     row = tl.maximum(end - 1 - offset, 0) // BLOCK_Q - slot
     there = (slot < SLOTS) & (row >= 0)
     row = tl.maximum(row, 0)
-    _, q_last, limit = tile_extent(row, there, offset, Lkv, BLOCK_Q, BLOCK_KV)
+    _, q_last, limit = tile_extent(row, there, offset, reach, BLOCK_Q, BLOCK_KV)
     first_block = block_of_start(start, Nkv, BLOCK_KV)
     last_block, count = row_extent(first_valid_ptr, b, q_last, limit, Nkv, BLOCK_KV, BLOCK_J)
     kept = tl.zeros([SLOT_ROWS], tl.float32)

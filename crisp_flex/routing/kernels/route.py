@@ -66,15 +66,20 @@ def takes(query: Tensor, key: Tensor, params: RouteParams) -> bool:
 
 
 def route(
-    query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
+    query: Tensor,
+    key: Tensor,
+    key_valid: Tensor | None,
+    params: RouteParams,
+    q_offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Block lists of sparse causal attention, in the layout of FlexAttention's BlockMask.
 
     Args:
-        query: [B, Hq, Lq, D], any strides; query i stands at position i + Lkv - Lq.
+        query: [B, Hq, Lq, D], any strides; query i stands at position i + q_offset.
         key: [B, Hkv, Lkv, D], Hq a multiple of Hkv, Lkv >= Lq, any strides.
         key_valid: [B, Lkv] bool, False for padding; None if every key is valid.
         params: Numbers of the policy "hybrid"; see supports.
+        q_offset: [1] integer, on the same device, in [0, Lkv - Lq]; None is Lkv - Lq.
 
     Returns:
         kv_num_blocks: [B, Hq, Nq] int32, partial blocks per row.
@@ -84,7 +89,7 @@ def route(
         stats: [B, Hq, len(STAT_NAMES)] fp32; see reference.Selection.
     """
     with torch.cuda.device_of(query):
-        layout = Layout.of(query, key, key_valid, params)
+        layout = Layout.of(query, key, key_valid, params, q_offset)
         with stage("pool"):
             mean_query, keys = pool_split(query, key, layout)
         with stage("probe"):

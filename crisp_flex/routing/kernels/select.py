@@ -22,6 +22,7 @@ from crisp_flex.routing.kernels.positions import (
     bounds_of,
     first_keys,
     kv_head_of,
+    query_span,
     row_extent,
     tile_extent,
 )
@@ -66,6 +67,7 @@ def select(
         x.first_valid,
         x.all_valid,
         x.bounds,
+        x.q_offset,
         x.Hq,
         x.Hkv,
         x.Lq,
@@ -105,6 +107,7 @@ def _select_kernel(
     first_valid_ptr,
     all_valid_ptr,
     bounds_ptr,
+    offset_ptr,
     Hq,
     Hkv,
     Lq,
@@ -131,8 +134,8 @@ def _select_kernel(
     bh = tl.program_id(1).to(tl.int64)  # before the first multiply
     b, kv_head = kv_head_of(bh, Hq, Hkv)
     Nq, Nkv = tl.cdiv(Lq, BLOCK_Q), tl.cdiv(Lkv, BLOCK_KV)
-    offset = Lkv - Lq
-    start, end = bounds_of(bounds_ptr, b, Lkv)
+    offset, reach = query_span(offset_ptr, Lq, Lkv)
+    start, end = bounds_of(bounds_ptr, b, reach)
     needed, _ = choose_level(coverage_ptr + bh * AUDITS * 8, target, AUDITS, AUDIT_SLOTS, MINIMUM)
     multiple = tl.zeros([TILE_I], tl.float32)
     for i in tl.static_range(7):
@@ -140,7 +143,7 @@ def _select_kernel(
 
     row = tile * TILE_I + tl.arange(0, TILE_I)
     there = row < Nq
-    q_first, q_last, limit = tile_extent(row, there, offset, Lkv, BLOCK_Q, BLOCK_KV)
+    q_first, q_last, limit = tile_extent(row, there, offset, reach, BLOCK_Q, BLOCK_KV)
     first_block = block_of_start(start, Nkv, BLOCK_KV)
     last_block, count = row_extent(first_valid_ptr, b, q_last, limit, Nkv, BLOCK_KV, BLOCK_J)
     last_block = last_block[:, None]

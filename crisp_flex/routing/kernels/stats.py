@@ -37,6 +37,7 @@ def stats(
         audited.coverage,
         out,
         x.first_valid,
+        x.q_offset,
         x.Hq,
         x.Lq,
         x.Lkv,
@@ -63,6 +64,7 @@ def _stats_kernel(
     coverage_ptr,
     out_ptr,
     first_valid_ptr,
+    offset_ptr,
     Hq,
     Lq,
     Lkv,
@@ -81,7 +83,7 @@ def _stats_kernel(
     """Grid (B * Hq,)."""
     bh = tl.program_id(0).to(tl.int64)  # before the first multiply
     kept, visible = block_counts(
-        counts_ptr, full_counts_ptr, first_valid_ptr, bh, bh // Hq, Lq, Lkv,
+        counts_ptr, full_counts_ptr, first_valid_ptr, offset_ptr, bh, bh // Hq, Lq, Lkv,
         BLOCK_Q, BLOCK_KV, CHUNK,
     )  # fmt: skip
     chosen, coverage = choose_level(

@@ -38,21 +38,26 @@ def supports(query: Tensor, key: Tensor, params: RouteParams) -> bool:
 
 
 def route(
-    query: Tensor, key: Tensor, key_valid: Tensor | None, params: RouteParams
+    query: Tensor,
+    key: Tensor,
+    key_valid: Tensor | None,
+    params: RouteParams,
+    q_offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Block lists of sparse causal attention, in the layout of FlexAttention's BlockMask.
 
     Args:
-        query: [B, Hq, Lq, D], any strides; query i stands at position i + Lkv - Lq.
+        query: [B, Hq, Lq, D], any strides; query i stands at position i + q_offset.
         key: [B, Hkv, Lkv, D], Hq a multiple of Hkv, Lkv >= Lq, any strides.
         key_valid: [B, Lkv] bool, False for padding; None if every key is valid.
         params: Policy and its numbers; see supports.
+        q_offset: [1] integer, on the same device, in [0, Lkv - Lq]; None is Lkv - Lq.
 
     Returns:
         As reference.route.
     """
     with torch.cuda.device_of(query):
-        layout = Layout.of(query, key, key_valid, params)
+        layout = Layout.of(query, key, key_valid, params, q_offset)
         covered = c_struct = None
         rule = Rule(recent_blocks=params.streaming_blocks)
         if params.policy != "dense":

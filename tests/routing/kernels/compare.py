@@ -55,9 +55,9 @@ def _members(lists, counts, Nkv):
     return out.scatter_(-1, blocks.long(), True)[..., :Nkv]
 
 
-def doubt(query, key, key_valid, params, multiple):
+def doubt(query, key, key_valid, params, multiple, q_offset=None):
     """The Doubt of a call whose heads chose multiple [B, Hq], by the eager stages."""
-    g = Geometry.of(query, key, key_valid, params)
+    g = Geometry.of(query, key, key_valid, params, q_offset)
     measured = reference.probe(query, key, g, scale=params.scale, audit_rows=params.audit_rows)
     estimate = pooled_map(*reference.pool(query, key, g), g.visible, params.scale)
     rows = hybrid._Rows(estimate, hybrid._row_floor(estimate, g), always(g), g.visible, None)
@@ -103,12 +103,12 @@ def near(value, threshold):
     return ((value - threshold).abs() <= DECISION_BUDGET * threshold) & (value != threshold)
 
 
-def check_route(query, key, key_valid, params):
+def check_route(query, key, key_valid, params, q_offset=None):
     """Assert that the kernels' lists and statistics are the reference's; returns the lists' map."""
-    got = kernels.route(query, key, key_valid, params)
-    want = reference.route(query, key, key_valid, params)
+    got = kernels.route(query, key, key_valid, params, q_offset)
+    want = reference.route(query, key, key_valid, params, q_offset)
     multiple = want[3][..., STAT_NAMES.index("multiple")]
-    unclear = doubt(query, key, key_valid, params, multiple)
+    unclear = doubt(query, key, key_valid, params, multiple, q_offset)
     Nkv = -(-key.shape[2] // params.block_kv)
     return check_results(got, want, unclear, Nkv, most_unclear=0.01)
 

@@ -160,9 +160,10 @@ def routed(
     padded: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     block: tuple[int, int] = (128, 128),
+    moved: bool = False,
     **changes: Any,
 ) -> list[Launch]:
-    """The launches of one call of the route op."""
+    """The launches of one call of the route op; moved with the position of query 0 in a tensor."""
     query = torch.empty(B, Hq, L, D, dtype=dtype, device="meta")
     key = torch.empty(B, Hkv, L, D, dtype=dtype, device="meta")
     key_valid = torch.empty(B, L, dtype=torch.bool, device="meta") if padded else None
@@ -170,7 +171,8 @@ def routed(
     params = RouteParams.from_config(config, D=D)
     if not kernels.supports(query, key, params):
         raise ValueError(f"the kernels do not take {params} at D {D}, {dtype}")
-    return record(lambda: kernels.route(query, key, key_valid, params))
+    q_offset = torch.empty(1, dtype=torch.int64, device="meta") if moved else None
+    return record(lambda: kernels.route(query, key, key_valid, params, q_offset))
 
 
 def distinct(launches: list[Launch], arch: int) -> Iterator[Launch]:
@@ -193,7 +195,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("Hq", "Hkv"))
     parser.add_argument("--block", type=int, nargs=2, default=[128, 128], metavar=("Q", "KV"))
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    parser.add_argument("--masks", nargs="+", choices=["plain", "padded"], default=["plain"])
+    parser.add_argument(
+        "--masks", nargs="+", choices=["plain", "padded", "moved"], default=["plain"]
+    )
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
     options = parser.parse_args()
     print(f"{'kernel':18} {'case':34} arch warps regs spill fp64 shared_KiB programs/SM seconds")
@@ -203,7 +207,7 @@ def main() -> None:
                 for mask in options.masks:
                     launches = routed(
                         policy, L=options.L, D=D, Hq=options.heads[0], Hkv=options.heads[1],
-                        padded=mask == "padded", dtype=DTYPES[options.dtype],
+                        padded=mask == "padded", moved=mask == "moved", dtype=DTYPES[options.dtype],
                         block=tuple(options.block),
                     )  # fmt: skip
                     case = f"{policy} D{D} L{options.L} {mask} {options.dtype}"
