@@ -107,9 +107,8 @@ def _route_cuda(
     from crisp_flex.routing.kernels import dispatch
 
     params = _params(args)
-    # an offset in a tensor runs as the eager reference
-    if q_offset is None and dispatch.supports(query, key, params):
-        return _observed(dispatch.route(query, key, key_valid, params))
+    if dispatch.supports(query, key, params):
+        return _observed(dispatch.route(query, key, key_valid, params, q_offset))
     from crisp_flex.routing import reference
 
     return _observed(reference.route(query, key, key_valid, params, q_offset))
