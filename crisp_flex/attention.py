@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -14,9 +15,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from crisp_flex import flex_hop, head_groups, last_rows, torch_internals
 from crisp_flex.check_inputs import check_inputs
 from crisp_flex.config import CrispConfig
+from crisp_flex.graph_run import run_of
+from crisp_flex.report import SiteReport
 from crisp_flex.routing import ops
 from crisp_flex.routing.geometry import partial_slots
 from crisp_flex.routing.params import RouteParams
+from crisp_flex.uncovered import UncoveredGuard, check_uncovered
 
 
 def route(
@@ -56,7 +60,12 @@ def route(
     config = config if config is not None else CrispConfig()
     config = flex_hop.settle(config, query, key, captures=False)
     params = RouteParams.from_config(config, D=query.shape[3], scale=scale)
-    counts, buffer, full_counts, _ = ops.route(query, key, key_valid, params)
+    guard = UncoveredGuard.of(config, "crisp_flex.route")
+    if guard is not None:
+        params = dataclasses.replace(params, max_uncovered=1.0)
+    counts, buffer, full_counts, stats = ops.route(query, key, key_valid, params)
+    if guard is not None:
+        counts = check_uncovered(counts, stats, guard)
     Lq, Lkv = query.shape[2], key.shape[2]
     Nkv = -(-Lkv // params.block_kv)
     P = partial_slots(params.block_q, params.block_kv, Lq, Lkv, key_valid is not None)
@@ -125,23 +134,37 @@ def sparse_attention(
         )
         apart = key_valid is None and last_rows.are_apart(query, key, value, config)
         listed = dataclasses.replace(config, dense_last_blocks=0) if apart else config
-        if count == 1:
-            out = _sparse(query, key, value, listed, scale, key_valid)
-        else:
-            out = _empty_like(query, Dv=value.shape[3])
-            for group in head_groups.split_heads(count, Hq=query.shape[1], Hkv=key.shape[1]):
-                heads, kv_heads = (
-                    slice(group.q_start, group.q_end),
-                    slice(group.kv_start, group.kv_end),
-                )
-                out[:, heads] = _sparse(
-                    query[:, heads], key[:, kv_heads], value[:, kv_heads], listed, scale, key_valid
-                )
+        with _recorded(config, apart):
+            if count == 1:
+                out = _sparse(query, key, value, listed, scale, key_valid)
+            else:
+                out = _empty_like(query, Dv=value.shape[3])
+                for group in head_groups.split_heads(count, Hq=query.shape[1], Hkv=key.shape[1]):
+                    heads = slice(group.q_start, group.q_end)
+                    k, v = (x[:, group.kv_start : group.kv_end] for x in (key, value))
+                    out[:, heads] = _sparse(query[:, heads], k, v, listed, scale, key_valid)
         if apart:
             factor = scale if scale is not None else query.shape[3] ** -0.5
             numbers = (config.tokens_per_block[0], config.dense_last_blocks)
             torch.ops.crisp_flex.write_last_rows(out, query, key, value, factor, *numbers)
         return out
+
+
+def _recorded(config: CrispConfig, apart: bool) -> contextlib.AbstractContextManager[None]:
+    """Joins the route calls of one attention call for who records them."""
+    if not ops.watched():
+        return contextlib.nullcontext()
+    site = SiteReport(
+        index=0,
+        node="sparse_attention",
+        module_path="",
+        shapes="",
+        mask="causal",
+        last_blocks_apart=config.dense_last_blocks if apart else 0,
+        max_uncovered=config.max_uncovered,
+        on_violation=config.on_violation,
+    )
+    return run_of(None, (site,))
 
 
 def _sparse(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,8 @@ from torch import fx
 
 from crisp_flex import torch_internals, wrappers
 from crisp_flex.config import CrispConfig, field_names
-from crisp_flex.errors import ConfigError, CrispFlexError
+from crisp_flex.errors import ConfigError
+from crisp_flex.graph_run import tracked
 from crisp_flex.passes.pipeline import run_passes
 from crisp_flex.report import RewriteReport
 
@@ -47,6 +49,8 @@ class CrispFlexBackend:
         self.config = config if config is not None else CrispConfig()
         self.patches = _inductor_patches(mode, options or {})
         self.reports: dict[str, RewriteReport] = {}
+        # parts below accelerate's hooks, compiled one by one: module, path, uncompiled forward
+        self.parts: list[tuple[Any, str, Callable[..., Any]]] = []
 
     def __call__(
         self,
@@ -64,10 +68,28 @@ class CrispFlexBackend:
             mode: As `torch.compile(mode=...)` hands it on; on top of the backend's own.
             options: As `torch.compile(options=...)` hands them on, Inductor's only.
         """
-        patches = {**self.patches, **_inductor_patches(mode, options or {})}
-        report = run_passes(gm, self.config)
+        return self.compile_graph(gm, example_inputs, "", _inductor_patches(mode, options or {}))
+
+    def compile_graph(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        inside: str,
+        patches: Mapping[str, Any],
+    ) -> Callable[..., Any]:
+        """As `__call__`, for the graph of a part of a model.
+
+        Args:
+            gm: Dynamo graph.
+            example_inputs: Its fake inputs.
+            inside: Path of the part in the model, "" for the model itself.
+            patches: Inductor settings on top of the backend's own.
+        """
+        patches = {**self.patches, **patches}
+        report = run_passes(gm, self.config, inside=inside)
         # keyed by compile id: Dynamo may restart its analysis and call again for the same frame
-        self.reports[torch_internals.current_compile_id()] = report
+        # (a part compiled by itself has a frame of its own, but perhaps the same number)
+        self.reports[f"{inside} {torch_internals.current_compile_id()}".strip()] = report
         if not report.sites and len(self.reports) == 1:
             warnings.warn(
                 "crisp_flex found no scaled_dot_product_attention call in the first graph of this "
@@ -77,7 +99,8 @@ class CrispFlexBackend:
         if any(site.kernel == "CPU" for site in report.rewritten):
             # Inductor's C++ flex template raises where a pointwise epilogue is fused into it
             patches["epilogue_fusion"] = False
-        return torch_internals.compile_with_inductor(gm, example_inputs, patches)
+        compiled = torch_internals.compile_with_inductor(gm, example_inputs, patches)
+        return tracked(compiled, self, report)
 
     @property
     def __name__(self) -> str:
@@ -112,7 +135,7 @@ def crisp_flex(
 
 def compile(
     model: Model,
-    config: CrispConfig | None = None,
+    config: CrispConfig | str | os.PathLike[str] | None = None,
     **torch_compile_kwargs: Any,  # noqa: ANN401
 ) -> Model:
     """Make the long prompts of model run sparsely; decode steps and short prompts stay dense.
@@ -125,12 +148,14 @@ def compile(
 
     Args:
         model: A torch.nn.Module in eval mode, or a function of tensors.
-        config: What to route and when; None takes the defaults (preset "balanced").
+        config: What to route and when, or the path of a TOML file that says it
+            (`CrispConfig.load`); None takes the defaults (preset "balanced").
         **torch_compile_kwargs: `dynamic`, `fullgraph`, `mode`, `options` (Inductor's) as
             torch.compile takes them.
 
     Raises:
-        ConfigError: `backend` is given, or `options` has an entry that is not Inductor's.
+        ConfigError: `backend` is given, `options` has an entry that is not Inductor's, or the
+            config file is missing or wrong.
 
     Example:
         >>> model = crisp_flex.compile(model)
@@ -138,6 +163,14 @@ def compile(
     """
     if "backend" in torch_compile_kwargs:
         raise ConfigError("crisp_flex.compile sets backend itself; use torch.compile to choose one")
+    if isinstance(config, (str, os.PathLike)):
+        config = CrispConfig.load(config)
+    elif config is not None and not isinstance(config, CrispConfig):
+        raise ConfigError(
+            "config must be a CrispConfig or the path of a TOML file, got "
+            f'{type(config).__name__}: write CrispConfig(policy="hybrid"), or '
+            "CrispConfig.from_options({...}) for a dict"
+        )
     backend = CrispFlexBackend(
         config,
         mode=torch_compile_kwargs.pop("mode", None),
@@ -159,14 +192,40 @@ def _compile_module(
 ) -> None:
     """Compile a module in place, or what stands below the hooks that accelerate put on it."""
     blocks: list[Any] = wrappers.open_hooks(module)
+    names = {id(part): name for name, part in module.named_modules()}
     for block in blocks:
         inner = block._old_forward
+        part = functools.partial(_compile_part, backend, names[id(block)])
         # blocks share their code, and Dynamo counts what it compiles of one code object
         block._old_forward = functools.wraps(inner)(
-            torch_internals.compile_apart(inner, backend, **options)
+            torch_internals.compile_apart(inner, part, **options)
         )
+        backend.parts.append((block, names[id(block)], inner))
     if not blocks:
         module.compile(backend=backend, **options)
+
+
+def _compile_part(
+    backend: CrispFlexBackend,
+    inside: str,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    **patches: Any,  # noqa: ANN401
+) -> Callable[..., Any]:
+    return backend.compile_graph(gm, example_inputs, inside, patches)
+
+
+def backend_of(model: Callable[..., Any]) -> CrispFlexBackend | None:
+    """The backend of what `crisp_flex.compile` returned, None for anything else."""
+    try:
+        return _backends.get(model)
+    except TypeError:  # nothing that a weak reference can point to
+        return None
+
+
+def models_of(owner: object) -> str:
+    """The class of the model that a backend compiled, "" where that is not known."""
+    return next((type(model).__name__ for model, it in _backends.items() if it is owner), "")
 
 
 def reports(model: Callable[..., Any]) -> list[RewriteReport]:
@@ -179,70 +238,6 @@ def reports(model: Callable[..., Any]) -> list[RewriteReport]:
     if backend is None:
         raise ConfigError("this model did not come from crisp_flex.compile, so it has no reports")
     return list(backend.reports.values())
-
-
-def explain(
-    model: Callable[..., Any],
-    *args: Any,  # noqa: ANN401
-    config: CrispConfig | None = None,
-    **kwargs: Any,  # noqa: ANN401
-) -> Explanation:
-    """Trace model(*args, **kwargs) and say, for every attention call, what is done and why.
-
-    The model runs once as it is, hooks included, uncompiled; what Dynamo has compiled of it before
-    stays. Whether gradients are on is taken from the caller: under `torch.no_grad()` the answer is
-    about inference.
-
-    Args:
-        model: A module or function. One that `crisp_flex.compile` returned is explained by its own
-            config unless another is given; one compiled by name, by the defaults.
-        *args: As for the model.
-        config: What to route and when; None takes the model's own, else the defaults.
-        **kwargs: As for the model.
-
-    Raises:
-        CrispFlexError: Dynamo traced nothing (its recompile limit is reached, or it is disabled).
-    """
-    found = _backends.get(model)
-    settings = config or (found.config if found is not None else CrispConfig())
-    seen: dict[str, RewriteReport] = {}
-
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        copied = fx.GraphModule(gm, _copy_with_meta(gm.graph))
-        seen[torch_internals.current_compile_id()] = run_passes(copied, settings)
-        return gm.forward
-
-    torch_internals.compile_apart(torch_internals.uncompiled_call(model), backend)(*args, **kwargs)
-    if not seen:
-        raise CrispFlexError(
-            "explain: Dynamo traced no graph of this call; look for its warning about the "
-            "recompile limit, or for torch.compiler.disable"
-        )
-    return Explanation(list(seen.values()))
-
-
-class Explanation:
-    """What crisp_flex does to a model's call: one report a graph; `str()` gives one line a site."""
-
-    def __init__(self, graphs: list[RewriteReport]) -> None:
-        self.graphs = graphs
-
-    @property
-    def report(self) -> RewriteReport:
-        """All sites of all graphs."""
-        return RewriteReport([site for graph in self.graphs for site in graph.sites])
-
-    def __str__(self) -> str:
-        breaks = f"{len(self.graphs)} graph{'s' if len(self.graphs) != 1 else ''}"
-        return f"{breaks}; {self.report}"
-
-    __repr__ = __str__
-
-
-def _copy_with_meta(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
-    return copied
 
 
 def _inductor_patches(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

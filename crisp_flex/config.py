@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -67,8 +68,12 @@ class CrispConfig:
         stride: xattention: tokens between sampled antidiagonals, 8 or 16 (arXiv 2503.16428).
         threshold: xattention: estimated mass kept of each row, in (0, 1] (the same).
         streaming_blocks: streaming: block diagonals kept, at least 1.
-        max_uncovered: Policies without an audit: attention mass left uncovered on the proxy rows
-            above which a head keeps all blocks, in [0, 1].
+        max_uncovered: Attention mass that a head may leave out on the rows that were measured (the
+            audited rows, or the proxy rows of policies without an audit), in [0, 1].
+        on_violation: What happens above max_uncovered. "dense": a head of a policy without an audit
+            keeps all blocks (hybrid reaches its coverage, or keeps all, anyway); decided on the
+            device. "warn": an UncoveredWarning, and the head stays as it is. "raise": an
+            UncoveredError. The last two read one number per attention call back: the host waits.
         backend: FlexAttention kernel on CUDA: "auto" (FLASH where it runs, else TRITON), "flash" or
             "triton". With "flash" the package must be there; a site that it cannot take (fp32, most
             D above 128, padding) still runs on TRITON, as the report says. The CPU always takes
@@ -105,6 +110,7 @@ class CrispConfig:
     threshold: float = 0.9
     streaming_blocks: int = 8
     max_uncovered: float = 0.5
+    on_violation: Literal["dense", "warn", "raise"] = "dense"
     backend: Backend = "auto"
     kernel_options: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[int | str, Mapping[str, Any]] = field(default_factory=dict)
@@ -115,6 +121,7 @@ class CrispConfig:
         _one_of("router", self.router, ROUTERS)
         _one_of("backend", self.backend, BACKENDS)
         _one_of("coverage_reduce", self.coverage_reduce, ("mean", "min"))
+        _one_of("on_violation", self.on_violation, ("dense", "warn", "raise"))
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"enabled must be True or False, got {self.enabled!r}")
         if self.block_size is not None:
@@ -195,6 +202,22 @@ class CrispConfig:
                 f"unknown option {sorted(unknown)}; CrispConfig has {sorted(field_names())}"
             )
         return cls(**settings)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CrispConfig:
+        """The config in a TOML file such as `crisp-flex bench --write FILE` writes.
+
+        The file is data: keys are the fields of CrispConfig, and "preset"; see config_file.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ConfigError: There is no such file, it is no TOML, or a key or value is wrong.
+        """
+        from crisp_flex.config_file import load
+
+        return load(path)
 
     def settled(self, *, block_size: tuple[int, int], min_seqlen: int) -> CrispConfig:
         """This config with numbers where block_size and min_seqlen are None."""

@@ -17,3 +17,11 @@ class InputError(CrispFlexError, ValueError):
 
 class UnavailableError(CrispFlexError, RuntimeError):
     """Something was asked for by name that this machine does not have."""
+
+
+class UncoveredError(CrispFlexError, RuntimeError):
+    """A head leaves out more attention mass than max_uncovered, with on_violation="raise"."""
+
+
+class UncoveredWarning(UserWarning):
+    """A head leaves out more attention mass than max_uncovered, with on_violation="warn"."""

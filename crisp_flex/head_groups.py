@@ -170,7 +170,10 @@ def _write_heads_fake(out: Tensor, piece: Tensor, q_start: int) -> None:
 @torch.library.impl("crisp_flex::route_after", ("cpu", "cuda"))
 @torch.library.register_fake("crisp_flex::route_after")
 def _route_after(
-    done: Tensor, *args: Tensor | float | str | None, q_offset: Tensor | None = None
+    done: Tensor,
+    *args: Tensor | float | str | None,
+    q_offset: Tensor | None = None,
+    site: int = -1,
 ) -> RouteResult:
-    result: RouteResult = torch.ops.crisp_flex.route.default(*args, q_offset=q_offset)
+    result: RouteResult = torch.ops.crisp_flex.route.default(*args, q_offset=q_offset, site=site)
     return result

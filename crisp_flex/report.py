@@ -75,6 +75,14 @@ class SiteReport:
         rejection: Why the call was left as it was; None where it was rewritten.
         head_groups: Parts that the heads are computed in, one after the other; above 1 for long
             prompts on CUDA.
+        last_blocks_apart: Query blocks at the end that are computed dense by a call of their own
+            (CUDA), so that the block lists do not count them.
+        selection: What chooses the blocks: "kernels" (Triton), "reference" (plain PyTorch), or ""
+            where nothing is chosen.
+        min_seqlen: Tokens of the shortest whole prompt that this site runs sparsely; 0 if not
+            known.
+        max_uncovered: The site's limit of the attention mass left out, in [0, 1].
+        on_violation: "dense", "warn" or "raise": what happens above it.
     """
 
     index: int
@@ -86,6 +94,11 @@ class SiteReport:
     policy: str = ""
     rejection: Rejection | None = None
     head_groups: int = 1
+    last_blocks_apart: int = 0
+    selection: str = ""
+    min_seqlen: int = 0
+    max_uncovered: float = 1.0
+    on_violation: str = "dense"
 
     @property
     def rewritten(self) -> bool:

@@ -10,6 +10,7 @@ storage, operator schemas, and the names of vmap and F.pad in a Dynamo graph (te
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -39,6 +40,7 @@ __all__ = [
     "block_mask_fields",
     "compile_apart",
     "compile_with_inductor",
+    "counted_graph_breaks",
     "cpu_has_flex",
     "current_compile_id",
     "inductor_modes",
@@ -241,6 +243,18 @@ def compile_apart(
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(apart, backend=backend, **options)
     return compiled
+
+
+@contextlib.contextmanager
+def counted_graph_breaks() -> Iterator[list[str]]:
+    """Yields a list that has, after the block, the reason of each graph break that Dynamo met."""
+    from torch._dynamo.utils import counters
+
+    before = dict(counters["graph_break"])
+    found: list[str] = []
+    yield found
+    for reason, count in counters["graph_break"].items():
+        found += [str(reason)] * (count - before.get(reason, 0))
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:

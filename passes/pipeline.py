@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from torch import fx
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def run_passes(
-    gm: fx.GraphModule, config: CrispConfig, *, share_regions: bool = True
+    gm: fx.GraphModule, config: CrispConfig, *, share_regions: bool = True, inside: str = ""
 ) -> RewriteReport:
     """Rewrite in place every attention call of gm that is proved to be causal prefill.
 
@@ -32,6 +33,7 @@ def run_passes(
             of an exported program (`meta["val"]`).
         config: What to route; its overrides are applied per site.
         share_regions: On the CPU, alike calls share one subgraph; AOTInductor takes no subgraphs.
+        inside: Path of the module that gm is the graph of, where that is a part of a model.
 
     Returns:
         One SiteReport a call, in order. A rejected call and all that it needs are unchanged.
@@ -40,7 +42,9 @@ def run_passes(
     masks: dict[fx.Node, MaskSpec] = {}
     dead: set[fx.Node] = set()
     rewriter = Rewriter(gm, share_regions=share_regions)
-    for site in find_sdpa_sites(gm):
+    for found_site in find_sdpa_sites(gm):
+        path = ".".join(part for part in (inside, found_site.module_path) if part)
+        site = replace(found_site, module_path=path)
         site_config = config.for_site(site.index, site.module_path)
         mask = _read_mask(site, masks)
         key, value, _ = unrepeat_kv(site.key, site.value)
@@ -61,6 +65,11 @@ def run_passes(
                 kernel=rewritten.kernel,
                 policy=rewritten.policy,
                 head_groups=rewritten.head_groups,
+                last_blocks_apart=rewritten.last_blocks_apart,
+                selection=rewritten.selection,
+                min_seqlen=site_config.least_tokens,
+                max_uncovered=site_config.max_uncovered,
+                on_violation=site_config.on_violation,
                 rejection=None if isinstance(found, Placement) else found,
             )
         )

@@ -26,18 +26,34 @@ from crisp_flex.passes.sparse_call import (
     size_of,
 )
 from crisp_flex.routing.ops import RouteResult  # noqa: F401  (registers the operators)
+from crisp_flex.uncovered import UncoveredGuard
 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
     """What a site became: kernel ("FLASH", "TRITON" or "CPU"), policy, number of head groups.
 
-    The policy is "window" where all blocks of a sliding window are kept.
+    The policy is "window" where all blocks of a sliding window are kept; last_blocks_apart query
+    blocks at the end go by `write_last_rows`; selection is "kernels" (Triton), "reference" (plain
+    PyTorch) or "" where nothing is selected.
     """
 
     kernel: str
     policy: str
     head_groups: int
+    last_blocks_apart: int = 0
+    selection: str = ""
+
+
+def _selection(call: Plan, q: torch.Tensor, k: torch.Tensor) -> str:
+    """What runs crisp_flex::route for this call, as the op itself will decide."""
+    if call.lists is not None:
+        return ""
+    if q.device.type != "cuda":
+        return "reference"
+    from crisp_flex.routing.kernels import dispatch  # imports Triton
+
+    return "kernels" if dispatch.supports(q, k, call.params) else "reference"
 
 
 @dataclass(slots=True)
@@ -100,6 +116,9 @@ class Rewriter:
         )
         if apart:
             call = replace(call, params=replace(call.params, dense_last_blocks=0))
+        guard = UncoveredGuard.of(config, site.module_path or site.node.name)
+        if guard is not None:  # it looks at what is left out, so nothing may be made dense first
+            call = replace(call, params=replace(call.params, max_uncovered=1.0))
         groups = [HeadGroup(0, int(q.shape[1]), 0, int(k.shape[1]))]
         if call.lists is None:
             count = head_groups.count_groups_of(
@@ -114,14 +133,16 @@ class Rewriter:
         like = fake_tensor(site.node)
         with graph.inserting_before(site.node):
             if len(groups) == 1:
-                out = self._attend(call, groups[0], query, key, value)
+                out = self._attend(call, groups[0], query, key, value, site=site.index, guard=guard)
                 out = restore_layout(graph, out, q, like)
             else:
                 out = empty_result(graph, query, like)
                 parts = KvParts(graph, key, value)
                 for group in groups:
                     part = heads_of(graph, query, group.q_start, group.q_end)
-                    piece = self._attend(call, group, part, *parts.of(group), done=out)
+                    piece = self._attend(
+                        call, group, part, *parts.of(group), site=site.index, guard=guard, done=out
+                    )
                     graph.call_function(
                         torch.ops.crisp_flex.write_heads.default, (out, piece, group.q_start)
                     )
@@ -135,7 +156,8 @@ class Rewriter:
         site.node.replace_all_uses_with(out)
         graph.erase_node(site.node)
         policy = config.policy if call.lists is None else "window"
-        return Rewritten(call.kernel, policy, len(groups))
+        blocks = config.dense_last_blocks if apart else 0
+        return Rewritten(call.kernel, policy, len(groups), blocks, _selection(call, q, k))
 
     def _attend(
         self,
@@ -145,6 +167,8 @@ class Rewriter:
         key: fx.Node,
         value: fx.Node,
         *,
+        site: int,
+        guard: UncoveredGuard | None,
         done: fx.Node | None = None,
     ) -> fx.Node:
         """route and flex_attention over one group's heads, once all writes to done are over."""
@@ -157,12 +181,20 @@ class Rewriter:
         lists = call.lists
         if lists is None:
             inputs = (query, key, call.key_valid, *call.params.as_args())
-            moved: dict[str, Any] = {} if call.q_offset is None else {"q_offset": call.q_offset}
+            moved: dict[str, Any] = {"site": site}
+            if call.q_offset is not None:
+                moved["q_offset"] = call.q_offset
             route = torch.ops.crisp_flex.route.default
             if done is not None:
                 route, inputs = torch.ops.crisp_flex.route_after.default, (done, *inputs)
             routed = graph.call_function(route, inputs, moved)
             lists = [graph.call_function(operator.getitem, (routed, i)) for i in range(3)]
+            if guard is not None:
+                stats = graph.call_function(operator.getitem, (routed, 3))
+                lists[0] = graph.call_function(
+                    torch.ops.crisp_flex.check_uncovered.default,
+                    (lists[0], stats, *guard.as_args()),
+                )
         operands = [query, key, value, *lists, *call.captured]
         if call.kernel == "CPU" and self.share_regions and call.shapes is not None:
             return flex_hop.region_call(graph, self._region(call, group, operands), operands)

@@ -28,6 +28,7 @@ WRONG = {
     "threshold": (0, r"threshold must be in \(0, 1\]"),
     "tau": (-0.1, r"tau must be in \[0, 1\]"),
     "max_uncovered": ("half", r"max_uncovered must be in \[0, 1\]"),
+    "on_violation": ("stop", "on_violation must be one of dense, warn, raise"),
     "alpha": (float("inf"), "alpha must be a finite number above 0"),
     "kernel_options": ({"BACKEND": "FLASH"}, "use backend= to choose the kernel"),
     "overrides": ({"layers.0": {"polcy": "dense"}}, r"\['polcy'\] cannot be set per site"),

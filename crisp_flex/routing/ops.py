@@ -7,12 +7,14 @@ kv_buffer holds both index lists of FlexAttention, so that they have equal strid
 it): the partial list is kv_buffer[..., :Nkv], the full list kv_buffer[..., P:], with
 P = `partial_slots`.
 The kernels and the eager reference are imported when a call is dispatched to them, not before.
+`watch` shows each call with its tensors; while nothing watches that costs one test of a tuple.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -24,12 +26,41 @@ from crisp_flex.routing.params import STAT_NAMES, RouteParams
 RouteResult = tuple[Tensor, Tensor, Tensor, Tensor]
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 
-_observers: list[tuple[Observer, Iterator[int]]] = []
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouteCall:
+    """One run of the op, as `watch` shows it; the tensors are the op's own: do not change them.
+
+    Args:
+        query: [B, Hq, Lq, D].
+        key: [B, Hkv, Lkv, D].
+        key_valid: [B, Lkv] bool or None.
+        params: The op's scalar arguments.
+        q_offset: [1] integer or None.
+        site: Number of the attention call in its graph, -1 where there is no graph.
+        result: What the op returns.
+    """
+
+    query: Tensor
+    key: Tensor
+    key_valid: Tensor | None
+    params: RouteParams
+    q_offset: Tensor | None
+    site: int
+    result: RouteResult
+
+
+Watcher = Callable[[RouteCall], None]
+
+# replaced, never changed: a thread that is in a call goes on with the tuple that it has
+_watchers: tuple[Watcher, ...] = ()
+_lock = threading.Lock()
 
 _PARAMS = ", ".join(f"{f.type} {f.name}" for f in dataclasses.fields(RouteParams))
 torch.library.define(
     "crisp_flex::route",
-    f"(Tensor query, Tensor key, Tensor? key_valid, {_PARAMS}, *, Tensor? q_offset=None)"
+    f"(Tensor query, Tensor key, Tensor? key_valid, {_PARAMS}, *, Tensor? q_offset=None, "
+    "int site=-1)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
@@ -75,12 +106,33 @@ def observe(callback: Observer) -> Iterator[None]:
     It sees each run of the op in this process, in order, call_index from 0. The tensors are the
     op's own outputs: read them, do not change them.
     """
-    entry = (callback, iter(range(1 << 62)))
-    _observers.append(entry)
+    count = iter(range(1 << 62))
+    with watch(lambda call: callback(next(count), *call.result)):
+        yield
+
+
+@contextlib.contextmanager
+def watch(watcher: Watcher) -> Iterator[None]:
+    """While active, call watcher(RouteCall) after each run of the op, in the thread that runs it.
+
+    All threads of the process are seen. What the op does inside a CUDA graph is seen once, when it
+    is captured.
+    """
+    global _watchers
+    with _lock:
+        _watchers = (*_watchers, watcher)
     try:
         yield
     finally:
-        _observers.remove(entry)
+        with _lock:
+            left = list(_watchers)
+            left.remove(watcher)
+            _watchers = tuple(left)
+
+
+def watched() -> bool:
+    """Whether anything watches the op now."""
+    return bool(_watchers)
 
 
 @torch.library.impl("crisp_flex::route", "cpu")
@@ -90,10 +142,13 @@ def _route_cpu(
     key_valid: Tensor | None,
     *args: float | int | str,
     q_offset: Tensor | None = None,
+    site: int = -1,
 ) -> RouteResult:
     from crisp_flex.routing import reference
 
-    return _observed(reference.route(query, key, key_valid, _params(args), q_offset))
+    params = _params(args)
+    result = reference.route(query, key, key_valid, params, q_offset)
+    return _shown(RouteCall(query, key, key_valid, params, q_offset, site, result))
 
 
 @torch.library.impl("crisp_flex::route", "cuda")
@@ -103,21 +158,24 @@ def _route_cuda(
     key_valid: Tensor | None,
     *args: float | int | str,
     q_offset: Tensor | None = None,
+    site: int = -1,
 ) -> RouteResult:
     from crisp_flex.routing.kernels import dispatch
 
     params = _params(args)
     if dispatch.supports(query, key, params):
-        return _observed(dispatch.route(query, key, key_valid, params, q_offset))
-    from crisp_flex.routing import reference
+        result = dispatch.route(query, key, key_valid, params, q_offset)
+    else:
+        from crisp_flex.routing import reference
 
-    return _observed(reference.route(query, key, key_valid, params, q_offset))
+        result = reference.route(query, key, key_valid, params, q_offset)
+    return _shown(RouteCall(query, key, key_valid, params, q_offset, site, result))
 
 
-def _observed(result: RouteResult) -> RouteResult:
-    for callback, count in _observers:
-        callback(next(count), *result)
-    return result
+def _shown(call: RouteCall) -> RouteResult:
+    for watcher in _watchers:
+        watcher(call)
+    return call.result
 
 
 @torch.library.register_fake("crisp_flex::route")
@@ -127,6 +185,7 @@ def _route_fake(
     key_valid: Tensor | None,
     *args: float | int | str,
     q_offset: Tensor | None = None,
+    site: int = -1,
 ) -> RouteResult:
     params = _params(args)
     B, Hq, Lq = query.shape[:3]

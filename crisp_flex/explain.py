@@ -1,0 +1,135 @@
+"""explain: trace a call of a model, rewrite nothing of it, and say what would be rewritten."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from crisp_flex import torch_internals
+from crisp_flex.backend import CrispFlexBackend, backend_of
+from crisp_flex.config import CrispConfig
+from crisp_flex.errors import CrispFlexError
+from crisp_flex.explanation import Explanation
+from crisp_flex.passes.pipeline import run_passes
+from crisp_flex.report import RewriteReport
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,  # noqa: ANN401
+    config: CrispConfig | None = None,
+    **kwargs: Any,  # noqa: ANN401
+) -> Explanation:
+    """Trace model(*args, **kwargs) and say, for every attention call, what is done and why.
+
+    The model runs once as it is, hooks included, uncompiled; its compiled graphs and Dynamo's
+    caches of it stay as they are (on torch 2.11 and 2.12 graphs behind a graph break are added to
+    them). A cache handed in is filled by the run. Whether gradients are on is taken from the
+    caller: under `torch.no_grad()` the answer is about inference.
+
+    Args:
+        model: A module or function. One that `crisp_flex.compile` returned is explained by its own
+            config unless another is given; one compiled by name, by the defaults.
+        *args: As for the model.
+        config: What to route and when; None takes the model's own, else the defaults.
+        **kwargs: As for the model.
+
+    Returns:
+        The sites in the order of their graphs; `str()` is text for people, `to_dict()` plain data.
+
+    Raises:
+        CrispFlexError: Dynamo traced nothing (its recompile limit is reached, or it is disabled).
+
+    Example:
+        >>> import torch, crisp_flex
+        >>> attend = torch.nn.functional.scaled_dot_product_attention
+        >>> q = torch.zeros(1, 2, 256, 16)
+        >>> with torch.no_grad():
+        ...     found = crisp_flex.explain(lambda q: attend(q, q, q, is_causal=True), q)
+        >>> [site.rejection.reason.name for site in found.report.rejected]
+        ['TOO_SHORT']
+    """
+    owner = backend_of(model)
+    settings = config or (owner.config if owner is not None else CrispConfig())
+    seen: dict[str, RewriteReport] = {}
+
+    def backend(
+        inside: str, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        copied = fx.GraphModule(gm, _copy_with_meta(gm.graph))
+        report = run_passes(copied, settings, inside=inside)
+        # by compile id: Dynamo may restart its analysis and call again for the same frame
+        seen[f"{inside} {torch_internals.current_compile_id()}"] = report
+        return gm.forward
+
+    call = torch_internals.uncompiled_call(model)
+    parts = owner is not None and bool(owner.parts)
+    with torch_internals.counted_graph_breaks() as breaks:
+        if parts and owner is not None:
+            with _traced_parts(owner, backend):
+                call(*args, **kwargs)
+        else:
+            whole = functools.partial(backend, "")
+            torch_internals.compile_apart(call, whole)(*args, **kwargs)
+    if not seen:
+        raise CrispFlexError(
+            "explain: Dynamo traced no graph of this call; look for its warning about the "
+            "recompile limit, or for torch.compiler.disable"
+        )
+    return Explanation(
+        graphs=[_by_own_names(report, model) for report in seen.values()],
+        model=type(model).__name__ if isinstance(model, torch.nn.Module) else _name(model),
+        config=settings,
+        breaks=breaks,
+        parts=len(owner.parts) if parts and owner is not None else 0,
+    )
+
+
+@contextlib.contextmanager
+def _traced_parts(
+    owner: CrispFlexBackend,
+    backend: Callable[[str, fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """While active, the parts that are compiled one by one are traced instead, each by itself."""
+    compiled = [part._old_forward for part, _, _ in owner.parts]
+    try:
+        for part, path, inner in owner.parts:
+            traced = torch_internals.compile_apart(inner, functools.partial(backend, path))
+            # accelerate reads the signature of what it calls
+            part._old_forward = functools.wraps(inner)(traced)
+        yield
+    finally:
+        for (part, _, _), forward in zip(owner.parts, compiled, strict=True):
+            part._old_forward = forward
+
+
+def _by_own_names(report: RewriteReport, model: Callable[..., Any]) -> RewriteReport:
+    """The report with each path as the model's `named_modules()` has it, where one ends so."""
+    if not isinstance(model, torch.nn.Module):
+        return report
+    from dataclasses import replace
+
+    names = [name for name, _ in model.named_modules()]
+
+    def own(path: str) -> str:
+        ends = [name for name in names if path and name.endswith(f".{path}")]
+        return ends[0] if path not in names and len(ends) == 1 else path
+
+    return RewriteReport(
+        [replace(site, module_path=own(site.module_path)) for site in report.sites]
+    )
+
+
+def _name(model: Callable[..., Any]) -> str:
+    return getattr(model, "__name__", type(model).__name__)
+
+
+def _copy_with_meta(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied

@@ -1,0 +1,176 @@
+"""Explanation: what `explain` found, as data, as text and as HTML for notebooks."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from crisp_flex.advice import ADVICE
+from crisp_flex.config import CrispConfig
+from crisp_flex.report import RewriteReport, SiteReport
+
+# A graph break's text can be pages long.
+_REASON_CHARACTERS = 200
+
+
+@dataclass(slots=True, eq=False)
+class Explanation:
+    """What crisp_flex does to a model's call.
+
+    Args:
+        graphs: One report a graph, in the order of their compilation.
+        model: The model's class, or the function's name.
+        config: What was asked for.
+        breaks: The reasons of Dynamo's graph breaks, one entry a break.
+        parts: Parts of the model that are compiled one by one (below accelerate's hooks), so that
+            several graphs are expected; 0 for a model compiled as a whole.
+    """
+
+    graphs: list[RewriteReport]
+    model: str = ""
+    config: CrispConfig = field(default_factory=CrispConfig)
+    breaks: list[str] = field(default_factory=list)
+    parts: int = 0
+
+    @property
+    def report(self) -> RewriteReport:
+        """All sites of all graphs."""
+        return RewriteReport([site for graph in self.graphs for site in graph.sites])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `crisp-flex explain --json` prints it."""
+        report = self.report
+        return {
+            "model": self.model,
+            "graphs": len(self.graphs),
+            "graph_breaks": self.breaks,
+            "sites": len(report.sites),
+            "rewritten": len(report.rewritten),
+            "calls": [_site_dict(site) for site in report.sites],
+        }
+
+    def __str__(self) -> str:
+        report = self.report
+        lines = [
+            f"{_count(len(self.graphs), 'graph')}; {len(report.rewritten)} of {len(report.sites)} "
+            "attention calls rewritten"
+        ]
+        lines += [f"  {text}" for text in _grouped([describe_site(s) for s in report.sites])]
+        lines += [f"  {note}" for note in self._notes()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """A table a site, for notebooks."""
+        report = self.report
+        heads = ("call", "outcome", "mask", "shapes", "kernel", "selection", "what to do")
+        head = "".join(f"<th>{name}</th>" for name in heads)
+        rows = "".join(f"<tr>{_cells(site)}</tr>" for site in report.sites)
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self._notes())
+        return (
+            f"<p><b>{html.escape(self.model)}</b>: {len(report.rewritten)} of "
+            f"{len(report.sites)} attention calls rewritten, "
+            f"{_count(len(self.graphs), 'graph')}</p>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><ul>{notes}</ul>"
+        )
+
+    def _notes(self) -> list[str]:
+        """What is true of the whole call."""
+        sites = self.report.sites
+        notes = []
+        for length in sorted({site.min_seqlen for site in sites if site.min_seqlen}):
+            notes.append(
+                f"break-even: sparse from about {length} query tokens on "
+                f"({'your min_seqlen' if self.config.min_seqlen else _measured(sites)})"
+            )
+        if any(site.selection == "reference" and "cuda" in site.shapes for site in sites):
+            notes.append(
+                "selection runs as plain PyTorch on the GPU for some calls, which costs more than "
+                "it saves: use bfloat16 or float16, blocks of 64 or 128 and a policy with kernels "
+                "(hybrid, crisp, streaming); D above 128 needs 160 KB of shared memory"
+            )
+        if any(site.kernel == "CPU" for site in sites):
+            notes.append("the CPU is for trying things out: right, not fast")
+        notes += [
+            f"graph break: {' '.join(reason.split())[:_REASON_CHARACTERS]}"
+            for reason in dict.fromkeys(self.breaks)
+        ]
+        if self.parts:
+            notes.append(f"{self.parts} parts of the model are compiled one by one (device_map)")
+        if not sites:
+            notes.append(
+                "no scaled_dot_product_attention call was found: load the model with "
+                'attn_implementation="sdpa"'
+            )
+        return notes
+
+
+def describe_site(site: SiteReport) -> str:
+    """One line about a site: where, what became of it, and what to do about a refusal.
+
+    Example:
+        >>> from crisp_flex import Reason, Rejection
+        >>> print(describe_site(SiteReport(0, "sdpa", "layers.0", "q[1, 2, 64, 16]", "causal",
+        ...     rejection=Rejection(Reason.NEEDS_GRAD))))
+        layers.0: left dense: gradients are needed; the sparse path is for inference (call under \
+torch.no_grad()), q[1, 2, 64, 16]; mask: causal; do: call it under torch.no_grad()
+    """
+    text = str(site)
+    if site.rewritten:
+        chosen = {
+            "kernels": "blocks chosen by Triton kernels",
+            "reference": "blocks chosen by plain PyTorch",
+        }.get(site.selection, "every block of the window kept")
+        return f"{text}; {chosen}"
+    advice = _advice(site)
+    return f"{text}; mask: {site.mask}" + (f"; do: {advice}" if advice else "")
+
+
+def _advice(site: SiteReport) -> str:
+    return "" if site.rejection is None else ADVICE.get(site.rejection.reason.name, "")
+
+
+def _site_dict(site: SiteReport) -> dict[str, Any]:
+    data = asdict(site)
+    rejection = data.pop("rejection")
+    data["rewritten"] = site.rewritten
+    data["reason"] = None if rejection is None else rejection["reason"].name
+    data["detail"] = "" if site.rejection is None else str(site.rejection)
+    data["advice"] = _advice(site)
+    return data
+
+
+def _cells(site: SiteReport) -> str:
+    outcome = f"{site.policy}" if site.rewritten else f"dense: {site.rejection}"
+    cells = (
+        site.module_path or site.node,
+        outcome,
+        site.mask,
+        site.shapes,
+        site.kernel or "SDPA",
+        site.selection or "none",
+        _advice(site),
+    )
+    return "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+
+
+def _grouped(lines: list[str]) -> list[str]:
+    """The lines, with a count where one follows itself."""
+    grouped: list[tuple[str, int]] = []
+    for line in lines:
+        if grouped and grouped[-1][0] == line:
+            grouped[-1] = (line, grouped[-1][1] + 1)
+        else:
+            grouped.append((line, 1))
+    return [line if count == 1 else f"{line} (x {count})" for line, count in grouped]
+
+
+def _measured(sites: list[SiteReport]) -> str:
+    on_gpu = any("cuda" in site.shapes for site in sites)
+    return "from the table of GPUs" if on_gpu else "the default; not measured on a CPU"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' if number != 1 else ''}"
