@@ -117,6 +117,8 @@ def candidates(q: Tensor, k: Tensor, v: Tensor, scale: float, v_: Variant) -> Te
         measured = probe(q[None], k[None], g, scale=scale, audit_rows=0)
         for i, value in enumerate(v_.grid):
             multiple = v_.lines if v_.fixed_lines else v_.lines * value
+            if v_.line_grid:
+                multiple = v_.line_grid[i]
             lines = cover(select_lines(measured, g, multiple, k_min=0), g)[0]
             if v_.share:
                 group = q.shape[0] // k.shape[0]

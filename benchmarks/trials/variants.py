@@ -10,6 +10,9 @@ FINE = tuple(2.0 ** (x / 2) for x in range(10, -9, -1))
 # The largest share of a row's pooled mass that is left out (1 - top-p).
 LEFT_OUT = (0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01, 0.005, 0.001)
 
+# Multiples of the lines that go with LEFT_OUT.
+TIED = (32.0, 16.0, 16.0, 8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 2.0, 2.0, 1.0, 1.0, 0.5)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -29,6 +32,7 @@ class Variant:
     grid: tuple[float, ...] = TODAY
     lines: float = 2.0  # multiple of the lines over that of the rows, 0: no lines
     fixed_lines: bool = False  # `lines` is the multiple itself
+    line_grid: tuple[float, ...] = ()  # the lines' multiple at each grid value, if given
     # audit
     rows: int = 4
     target: float = 0.9  # coverage, or 1 - relative output error
@@ -65,10 +69,13 @@ _exact = replace(_kept, name="E exact", pool_k=1, pool_q=64)
 _exact_p = replace(
     _exact, name="E exact top-p", rule="top-p", grid=LEFT_OUT, lines=4.0, fixed_lines=True
 )
+_tied = replace(_exact_p, name="E exact top-p tied", line_grid=TIED)
 
 VARIANTS: list[Variant] = [
     # today's frontier, then the error audit with better estimates
     *_many(_mass, target=(0.9, 0.8, 0.95, 0.7)),
+    *_many(_tied, target=(0.87, 0.9, 0.85)),
+    *_many(replace(_tied, name="E exact top-p tied k64", block=64), target=(0.87, 0.9, 0.85)),
     *_many(_exact_p, target=(0.87, 0.9, 0.85, 0.8)),
     *_many(_exact, target=(0.87, 0.9, 0.85)),
     *_many(replace(_exact_p, name="E exact top-p k64", block=64), target=(0.87, 0.9, 0.85)),
