@@ -148,6 +148,15 @@ def _keep_score(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # 
     return score
 
 
+@functools.cache
+def _capped(softcap: float) -> Callable[..., Any]:
+    def capped(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        return torch.tanh(score / softcap) * softcap
+
+    capped.__name__ = f"softcap_{str(softcap).replace('.', '_')}"
+    return capped
+
+
 def causal_mod(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """mask_mod of plain causal attention with Lq == Lkv."""
     return q_idx >= kv_idx
@@ -176,8 +185,9 @@ def flex_call(
     captured: Sequence[fx.Node],
     scale: float,
     options: Mapping[str, Any],
+    softcap: float | None = None,
 ) -> fx.Node:
-    """Insert `flex_attention(...)[0]` at gm.graph's insertion point and return it.
+    """Insert `flex_attention(...)` at gm.graph's insertion point and return it, a tuple.
 
     Args:
         gm: Graph to insert into; it gets the mask_mod and score_mod as submodules.
@@ -193,9 +203,11 @@ def flex_call(
         captured: Tensors that mask_mod reads.
         scale: Factor on the logits.
         options: From `kernel_options`.
+        softcap: Cap on the logits, TRITON and CPU only.
     """
     graph = gm.graph
-    score = graph.get_attr(_traced(gm, "flex_score_mod", _keep_score))
+    score_mod = _keep_score if softcap is None else _capped(softcap)
+    score = graph.get_attr(_traced(gm, f"flex_{score_mod.__name__}", score_mod))
     mask = graph.get_attr(_traced(gm, f"flex_{mask_mod.__name__}", mask_mod))
     named: dict[str, Any] = {
         **lists,
@@ -208,11 +220,10 @@ def flex_call(
     block_mask = tuple(
         None if name is None else named[name] for name in torch_internals.block_mask_fields()
     )
-    hop = graph.call_function(
+    return graph.call_function(
         torch_internals.FLEX_ATTENTION,
         (query, key, value, score, block_mask, scale, dict(options), (), tuple(captured)),
     )
-    return graph.call_function(operator.getitem, (hop, 0))
 
 
 def _traced(gm: fx.GraphModule, name: str, fn: Callable[..., Any]) -> str:

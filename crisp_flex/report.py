@@ -46,6 +46,8 @@ class Reason(Enum):
     CPU_DYNAMIC_PADDING = (
         "a padding mask with a dynamic batch or length does not compile on the CPU"
     )
+    CPU_SINKS = "attention sinks need the log-sum-exp, which Inductor's CPU kernel does not give"
+    CAP_UNKNOWN = "the soft cap on the logits is no positive number"
     TOO_SHORT = "less work than a prompt of min_seqlen tokens"
 
 

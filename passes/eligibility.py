@@ -95,6 +95,14 @@ def _kind(call: _Call) -> Iterator[Rejection]:
         not isinstance(scale, (int, float, torch.SymFloat)) or free_unbacked_symbols(scale)
     ):
         yield Rejection(Reason.SCALE_UNKNOWN)
+    if call.site.softcap is not None:
+        cap = value_of(call.site.softcap)
+        if (
+            not isinstance(cap, (int, float, torch.SymFloat))
+            or free_unbacked_symbols(cap)
+            or not bool(cap > 0)
+        ):
+            yield Rejection(Reason.CAP_UNKNOWN, str(cap))
 
 
 def _shape(call: _Call) -> Iterator[Rejection]:
@@ -124,6 +132,8 @@ def _meaning(call: _Call) -> Iterator[Rejection]:
     site, mask = call.site, call.mask
     if isinstance(call.q.shape[2], int) and call.q.shape[2] == 1:
         yield Rejection(Reason.DECODE)
+    if site.sinks is not None and call.q.device.type == "cpu":
+        yield Rejection(Reason.CPU_SINKS)
     if not isinstance(site.is_causal, bool):
         yield Rejection(Reason.NOT_CAUSAL, "is_causal is computed when the graph runs")
     if site.attn_mask is None:

@@ -12,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from crisp_flex import huggingface_op
+
 # F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention, one object; the aten
 # overload stands in exported programs.
 SDPA_TARGETS = frozenset(
     {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
 )
+# SDPA with a soft cap or sinks, from `crisp_flex.huggingface`.
+OWN_TARGET = torch.ops.crisp_flex.attention.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class SdpaSite:
         is_causal: Top-left aligned causality, as SDPA defines it.
         scale: A number, None for 1/sqrt(D), or a node (dynamic shapes turn floats into inputs).
         enable_gqa: Hkv may be a divisor of Hq.
+        softcap: Cap on the logits, a number, or a node where dynamic shapes make it an input.
+        sinks: [Hq], a logit of each head that takes mass and has no value.
     """
 
     index: int
@@ -50,6 +56,13 @@ class SdpaSite:
     is_causal: bool
     scale: float | fx.Node | None
     enable_gqa: bool
+    softcap: float | fx.Node | None = None
+    sinks: fx.Node | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether SDPA itself could say it: no soft cap, no sinks."""
+        return self.softcap is None and self.sinks is None
 
 
 def find_sdpa_sites(gm: fx.GraphModule) -> Iterator[SdpaSite]:
@@ -77,7 +90,7 @@ def module_path(node: fx.Node) -> str:
 def _sdpa_nodes(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
     nested: list[fx.GraphModule] = []
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in SDPA_TARGETS:
+        if node.op == "call_function" and node.target in (*SDPA_TARGETS, OWN_TARGET):
             yield gm, node
         elif node.op == "get_attr":
             child = gm
@@ -90,9 +103,11 @@ def _sdpa_nodes(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
 
 
 def _bind(node: fx.Node) -> dict[str, Any]:
-    bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+    own = node.target == OWN_TARGET
+    bound = (_OWN_SIGNATURE if own else _SIGNATURE).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
-    return bound.arguments
+    implied = {"dropout_p": 0.0, "enable_gqa": True} if own else {}
+    return {**bound.arguments, **implied}
 
 
 def _sdpa(
@@ -110,3 +125,4 @@ def _sdpa(
 
 
 _SIGNATURE = inspect.signature(_sdpa)
+_OWN_SIGNATURE = inspect.signature(huggingface_op.attention)

@@ -98,7 +98,7 @@ def _settled(
     q, v = tensor_of(site.query), tensor_of(value)
     if q is None or v is None:  # refused by check()
         return config
-    captures = mask is not None and mask.may_capture
+    captures = (mask is not None and mask.may_capture) or not site.is_plain
     return flex_hop.settle(config, q, v, captures=captures)
 
 

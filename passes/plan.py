@@ -41,6 +41,9 @@ class Plan:
     params: RouteParams
     options: dict[str, Any]
     kernel: str
+    # Cap on the logits, and the [Hq] sinks.
+    softcap: float | None
+    sinks: fx.Node | None
     # Sizes and dtypes of query, key and value; None where a size is none a region can take.
     shapes: str | None
 
@@ -50,7 +53,7 @@ class Plan:
         operands: list[fx.Node],
         lengths: tuple[int | fx.Node, int | fx.Node],
     ) -> fx.Node:
-        """flex_attention over operands, as `sparse_call.attend` takes them; its result."""
+        """flex_attention over operands, as `sparse_call.attend` takes them; its tuple."""
         return attend(
             gm,
             operands,
@@ -61,6 +64,7 @@ class Plan:
             self.kernel,
             self.mask_mod,
             self.partial,
+            self.softcap,
         )
 
 
@@ -99,8 +103,8 @@ def plan_call(
         Dv=int(v.shape[3]),
         block_size=config.tokens_per_block,
         backend=config.backend,
-        # FLASH has not been tried with the one head of a window's lists
-        captures=bool(captured) or lists is not None,
+        # FLASH has not been tried with the one head of a window's lists, nor with a score_mod
+        captures=bool(captured) or lists is not None or not site.is_plain,
     )
     divisible = all(
         length.is_Integer and length % max(128, *config.tokens_per_block) == 0
@@ -115,6 +119,7 @@ def plan_call(
         user=config.kernel_options,
         block_size=config.tokens_per_block,
     )
+    options["OUTPUT_LOGSUMEXP"] |= site.sinks is not None
     partial = None
     if lists is None and key_valid is None:
         square = offset == 0 and placed.moved is None
@@ -138,6 +143,8 @@ def plan_call(
         lists=lists,
         partial=partial,
         params=RouteParams.from_config(config, D=D, scale=_scale(site, D)),
+        softcap=None if site.softcap is None else _number(site, site.softcap),
+        sinks=site.sinks,
         options=options,
         kernel=kernel,
         shapes=_region_shapes(q, k, v, placed.Lkv),
@@ -147,10 +154,14 @@ def plan_call(
 def _scale(site: SdpaSite, D: int) -> float:
     if site.scale is None:
         return 1.0 / math.sqrt(D)
-    scale = value_of(site.scale)
-    if not isinstance(scale, (int, float, torch.SymFloat)):
-        raise ValueError(f"the scale of {site.node.name} is {scale!r}: check() lets none through")
-    return torch_internals.specialise_float(scale)
+    return _number(site, site.scale)
+
+
+def _number(site: SdpaSite, given: float | fx.Node) -> float:
+    number = value_of(given)
+    if not isinstance(number, (int, float, torch.SymFloat)):
+        raise ValueError(f"{site.node.name} is given {number!r}: check() lets none through")
+    return torch_internals.specialise_float(number)
 
 
 def _region_shapes(

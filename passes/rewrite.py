@@ -23,6 +23,7 @@ from crisp_flex.passes.sparse_call import (
     fake_tensor,
     heads_of,
     restore_layout,
+    share_with_sinks,
     size_of,
 )
 from crisp_flex.routing.ops import RouteResult  # noqa: F401  (registers the operators)
@@ -109,7 +110,8 @@ class Rewriter:
                 )
             call = plan_call(self.masks, site, key, (q, k, v), placed, config)
         apart = (
-            call.lists is None
+            site.is_plain
+            and call.lists is None
             and call.key_valid is None
             and call.q_offset is None
             and last_rows.are_apart(q, k, v, config)
@@ -196,15 +198,23 @@ class Rewriter:
                     (lists[0], stats, *guard.as_args()),
                 )
         operands = [query, key, value, *lists, *call.captured]
-        if call.kernel == "CPU" and self.share_regions and call.shapes is not None:
+        plain = call.sinks is None
+        if call.kernel == "CPU" and self.share_regions and call.shapes is not None and plain:
             return flex_hop.region_call(graph, self._region(call, group, operands), operands)
-        return call.attend(self.gm, operands, call.lengths)
+        attended = call.attend(self.gm, operands, call.lengths)
+        out = graph.call_function(operator.getitem, (attended, 0))
+        if call.sinks is None:
+            return out
+        sinks = graph.call_function(
+            torch.ops.aten.slice.Tensor, (call.sinks, 0, group.q_start, group.q_end)
+        )
+        return share_with_sinks(graph, out, attended, sinks)
 
     def _region(self, call: Plan, group: HeadGroup, operands: list[fx.Node]) -> str:
         """Name of the submodule that attends over these operands, shared by alike calls."""
         heads = (group.q_end - group.q_start, group.kv_end - group.kv_start)
         numbers = (call.params.block_q, call.params.block_kv, call.params.scale, call.partial)
-        how = (call.mask_mod, len(operands), *numbers, str(sorted(call.options.items())))
+        how = (call.mask_mod, call.softcap, len(operands), *numbers, str(sorted(call.options.items())))
         alike = (call.shapes, heads, *how)
         if alike not in self.regions:
             graph = fx.Graph()
@@ -213,7 +223,8 @@ class Rewriter:
             Lq = size_of(graph, inputs[0], 2)
             square = call.lengths[0] == call.lengths[1]
             lengths = (Lq, Lq if square else size_of(graph, inputs[1], 2))
-            graph.output((call.attend(body, inputs, lengths),))
+            attended = call.attend(body, inputs, lengths)
+            graph.output((graph.call_function(operator.getitem, (attended, 0)),))
             body.recompile()
             self.regions[alike] = flex_hop.add_submodule(self.gm, "crisp_flex_region", body)
         return self.regions[alike]

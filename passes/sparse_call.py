@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +28,9 @@ def attend(
     kernel: str,
     mask_mod: Callable[..., Any],
     partial: int | None,
+    softcap: float | None = None,
 ) -> fx.Node:
-    """Insert flex_attention over listed blocks at gm.graph's insertion point; its result.
+    """Insert flex_attention over listed blocks at gm.graph's insertion point.
 
     Args:
         gm: Graph to insert into.
@@ -41,6 +43,10 @@ def attend(
         kernel: "FLASH", "TRITON" or "CPU".
         mask_mod: From `mask_mods.mask_mod`.
         partial: Slots of kv_buffer in front of the full blocks; None for half of them.
+        softcap: Cap on the logits.
+
+    Returns:
+        The operator's node: a tuple of the result, the log2-sum-exp of each row, and more.
     """
     query, key, value, counts, buffer, full_counts, *captured = operands
     graph = gm.graph
@@ -76,7 +82,30 @@ def attend(
         captured=captured,
         scale=scale,
         options=options,
+        softcap=softcap,
     )
+
+
+def share_with_sinks(graph: fx.Graph, out: fx.Node, attended: fx.Node, sinks: fx.Node) -> fx.Node:
+    """out with the sinks' part of the mass taken off: exact, since a sink has no value.
+
+    A softmax over keys and sink is the softmax over the keys, times
+    exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
+
+    Args:
+        graph: Where to insert.
+        out: [B, H, Lq, Dv], the result without sinks.
+        attended: The operator's tuple; it has the log-sum-exp in base 2.
+        sinks: [H], in natural logits.
+    """
+    lse = graph.call_function(operator.getitem, (attended, 1))
+    natural = graph.call_function(operator.mul, (lse, math.log(2)))
+    logits = graph.call_method("to", (sinks, torch.float32))
+    logits = graph.call_method("view", (logits, 1, -1, 1))
+    share = graph.call_function(torch.sigmoid, (graph.call_function(torch.sub, (natural, logits)),))
+    share = graph.call_method("unsqueeze", (share, -1))
+    scaled = graph.call_function(operator.mul, (out, share))
+    return graph.call_method("type_as", (scaled, out))
 
 
 def restore_layout(graph: fx.Graph, out: fx.Node, q: torch.Tensor, like: torch.Tensor) -> fx.Node:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import torch
 import transformers
 
+import crisp_flex.huggingface
+
 LENGTH = 96
 WINDOW = 24
 VOCABULARY = 128
@@ -83,13 +85,14 @@ FAMILIES = {
         "Qwen2_5_VLTextConfig",
         {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}},
     ),
-    "Gemma 2": ("Gemma2Config", _MIXED),
+    # a cap low enough to matter
+    "Gemma 2": ("Gemma2Config", {**_MIXED, "attn_logit_softcapping": 0.5}),
     "gpt-oss": (
         "GptOssConfig",
         {**_MIXED, "num_local_experts": 2, "num_experts_per_tok": 2, "rope_parameters": _ROPE},
     ),
 }
-# These refuse SDPA: they run their own attention (a soft cap on the logits, sinks).
+# These refuse SDPA (a soft cap on the logits, sinks): attn_implementation="crisp_flex".
 WITHOUT_SDPA = ("Gemma 2", "gpt-oss")
 
 
@@ -101,14 +104,15 @@ class Call:
     rows: torch.Tensor = field(default_factory=lambda: torch.ones(1, 1, dtype=torch.bool))
 
 
-def make(family, **changes):
-    """The tiny model of a family, in eval mode."""
+def make(family, *, attention=None, **changes):
+    """The tiny model of a family, in eval mode; attention is its attn_implementation."""
     config_class, settings = FAMILIES[family]
     chosen = {**_SIZES, **settings, **changes}
     sizes = {name: value for name, value in chosen.items() if value is not UNSET}
     config = getattr(transformers, config_class)(**sizes)
     torch.manual_seed(0)
-    attention = "eager" if family in WITHOUT_SDPA else "sdpa"
+    if attention is None:
+        attention = crisp_flex.huggingface.register() if family in WITHOUT_SDPA else "sdpa"
     if config_class == "Qwen2_5_VLTextConfig":
         model = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLTextModel
         return model._from_config(config, attn_implementation=attention).eval()

@@ -92,6 +92,16 @@ def window_of_unknown_width(q, k, v, width):
     return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
 
 
+def own(*, softcap=None, sinks=False):
+    """The operator behind attn_implementation="crisp_flex"."""
+
+    def fn(q, k, v):
+        extra = torch.zeros(q.shape[1]) if sinks else None
+        return torch.ops.crisp_flex.attention.default(q, k, v, None, extra, True, 0.1, softcap)
+
+    return fn
+
+
 # Reason -> (function, its inputs, config, dynamic)
 REFUSED = {
     Reason.DISABLED: (causal, qkv(), CrispConfig(min_seqlen=128, enabled=False), None),
@@ -114,6 +124,8 @@ REFUSED = {
     Reason.UNSUPPORTED_DTYPE: (causal, qkv(dtype=torch.float64), CONFIG, None),
     Reason.AUTOCAST: (cast_inside, qkv(), CONFIG, None),
     Reason.HEAD_DIM: (causal, qkv(D=4), CONFIG, None),
+    Reason.CPU_SINKS: (own(sinks=True), qkv(), CONFIG, None),
+    Reason.CAP_UNKNOWN: (own(softcap=-1.0), qkv(), CONFIG, None),
     Reason.DECODE: (sdpa(is_causal=False), qkv(Lq=1, Lkv=L), CONFIG, None),
     Reason.NOT_CAUSAL: (sdpa(is_causal=False), qkv(), CONFIG, None),
     Reason.LENGTHS_DIFFER: (causal, qkv(Lq=L, Lkv=2 * L), CONFIG, None),
@@ -245,3 +257,16 @@ def test_min_seqlen_counts_the_work_of_a_chunk(Lq, past, sparse):
     mask = lift_mask(site.attn_mask) if past else None
     call = eligibility._Call(site, q, k, v, q, mask, CrispConfig())
     assert eligibility._pays(call) == sparse
+
+
+def test_a_padding_mask_on_another_device_is_refused():
+    """As with a model on CUDA whose attention_mask was left on the CPU."""
+    q, k, v = qkv()
+    gm = capture(padded_mask, q, k, v, torch.ones(1, L, dtype=torch.int64))
+    (source,) = (n for n in gm.graph.nodes if n.op == "placeholder" and "mask" in n.name)
+    found = source.meta["example_value"]
+    with found.fake_mode:
+        source.meta["example_value"] = torch.ones(1, L, dtype=torch.int64, device="meta")
+    (site,) = run_passes(gm, CONFIG).sites
+    assert site.rejection.reason is Reason.MASK_UNREAD
+    assert "padding mask is on meta" in str(site)

@@ -1,0 +1,143 @@
+"""attn_implementation="crisp_flex": on request only; soft caps and sinks, in eager and sparse.
+
+Graphs run as they are rewritten, where the eager operator ignores the lists: policy dense is exact.
+"""
+
+import importlib
+
+import pytest
+import torch
+from masked_attention import relative_error
+from routed_blocks import routed_blocks
+
+import crisp_flex
+from crisp_flex import CrispConfig, CrispFlexBackend, Reason, huggingface, huggingface_op
+from crisp_flex.passes import eligibility, sparse_call
+from crisp_flex.routing import ops  # noqa: F401  (registers crisp_flex::route)
+
+transformers = pytest.importorskip("transformers")
+from tests.families.cells import run  # noqa: E402
+from tests.families.models import ids, make  # noqa: E402
+
+attention = torch.ops.crisp_flex.attention.default
+
+
+@pytest.fixture
+def sinks_allowed(monkeypatch):
+    """As on CUDA, where the kernel gives the log-sum-exp; the eager operator gives it anywhere."""
+
+    def but_for_the_cpu(test):
+        return lambda site: (no for no in test(site) if no.reason is not Reason.CPU_SINKS)
+
+    tests = tuple(but_for_the_cpu(test) for test in eligibility._TESTS)
+    monkeypatch.setattr(eligibility, "_TESTS", tests)
+
+
+def test_only_register_registers():
+    names = transformers.AttentionInterface._global_mapping
+    names.pop(huggingface.NAME, None)
+    importlib.reload(huggingface)
+    assert huggingface.NAME not in names
+    assert huggingface.register() == "crisp_flex"
+    assert huggingface.NAME in names
+    masks = transformers.masking_utils.AttentionMaskInterface._global_mapping
+    assert huggingface.NAME in masks  # else padding would be ignored
+
+
+@pytest.mark.parametrize("family", ["Gemma 2", "gpt-oss"])
+@pytest.mark.parametrize("call", ["left padding", "chunk"])
+def test_uncompiled_it_equals_the_models_own_attention(family, call):
+    from tests.families.models import CALLS
+
+    results = []
+    for how in ("eager", huggingface.register()):
+        model = make(family, attention=how)
+        made = CALLS[call](model)
+        with torch.no_grad():
+            results.append(model(**made.kwargs).logits)
+    rows = made.rows.expand(results[0].shape[:2])
+    assert relative_error(results[1][rows], results[0][rows]) < 1e-5
+
+
+@pytest.mark.parametrize("call", ["left padding", "static second turn"])
+def test_sinks_are_merged_exactly(call, sinks_allowed):
+    cell = run("gpt-oss", call)
+    assert cell.outcomes == {"sparse": 1, "window": 1}
+    assert cell.error < 1e-5
+
+
+def test_the_checks_are_sharp(sinks_allowed, monkeypatch):
+    monkeypatch.setattr(sparse_call, "share_with_sinks", lambda graph, out, *_: out)
+    from crisp_flex.passes import rewrite
+
+    monkeypatch.setattr(rewrite, "share_with_sinks", lambda graph, out, *_: out)
+    assert run("gpt-oss", "plain").error > 1e-3
+    right = sparse_call.flex_hop.flex_call
+    monkeypatch.setattr(
+        sparse_call.flex_hop, "flex_call", lambda gm, **kw: right(gm, **{**kw, "softcap": None})
+    )
+    assert run("Gemma 2", "plain").error > 1e-3
+
+
+def test_a_gradient_goes_through_the_formula():
+    grads = []
+    for how in ("eager", huggingface.register()):
+        model = make("gpt-oss", attention=how).train()
+        model(input_ids=ids(), labels=ids(), use_cache=False).loss.backward()
+        layer = model.model.layers[0].self_attn
+        grads.append([x.grad.clone() for x in (layer.sinks, layer.q_proj.weight)])
+    for got, want in zip(*reversed(grads), strict=True):
+        assert relative_error(got, want) < 1e-4
+
+
+def test_explain_says_what_a_model_with_sinks_gets_on_the_cpu():
+    with torch.no_grad():
+        found = crisp_flex.explain(
+            make("gpt-oss"), ids(), config=CrispConfig(min_seqlen=32), use_cache=False
+        )
+    assert {site.rejection.reason for site in found.report.sites} == {Reason.CPU_SINKS}
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_operator_is_dense_attention_row_part_by_row_part(cap, sinks, qkv, monkeypatch):
+    monkeypatch.setattr(huggingface_op, "ROWS", 100)
+    q, k, v = qkv(B=2, Lq=230, D=16)
+    extra = torch.randn(4) if sinks else None
+    mask = torch.ones(1, 1, 230, 230, dtype=torch.bool).tril()
+    got = attention(q, k, v, None, extra, True, 0.3, cap)
+    want = huggingface_op.formula(q, k, v, mask, extra, None, 0.3, cap)
+    assert relative_error(got, want) < 1e-6
+    torch.library.opcheck(attention, (q, k, v, mask, extra, False, 0.3, cap))
+    if cap is None and not sinks:
+        plain = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=0.3, enable_gqa=True
+        )
+        assert relative_error(got, plain) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_capped_call_is_sparse_through_inductor(qkv):
+    """The blocks are chosen by the uncapped logits; the attention over them is capped."""
+    q, k, v = qkv(Lq=300, D=32)
+    config = CrispConfig(
+        min_seqlen=128,
+        policy="streaming",
+        streaming_blocks=1,
+        dense_last_blocks=0,
+        max_uncovered=1.0,
+        block_size=(64, 64),
+    )
+    backend = CrispFlexBackend(config)
+    with torch.no_grad():
+        fn = torch.compile(
+            lambda q, k, v: attention(q, k, v, None, None, True, 1.0, 2.0), backend=backend
+        )
+        got = fn(q, k, v)
+        ((site,),) = (report.sites for report in backend.reports.values())
+        assert site.rewritten
+        keep = routed_blocks(q, k, config).repeat_interleave(64, -1).repeat_interleave(64, -2)
+        mask = keep[:, :, :300, :300].tril()
+        want = huggingface_op.formula(q, k, v, mask, None, None, 1.0, 2.0)
+    assert relative_error(got, want) < 2e-6
+    assert relative_error(got, attention(q, k, v, None, None, True, 1.0, None)) > 0.1
