@@ -214,8 +214,8 @@ class Rewriter:
         """Name of the submodule that attends over these operands, shared by alike calls."""
         heads = (group.q_end - group.q_start, group.kv_end - group.kv_start)
         numbers = (call.params.block_q, call.params.block_kv, call.params.scale, call.partial)
-        how = (call.mask_mod, call.softcap, len(operands), *numbers, str(sorted(call.options.items())))
-        alike = (call.shapes, heads, *how)
+        how = (call.mask_mod, len(operands), *numbers, str(sorted(call.options.items())))
+        alike = (call.shapes, heads, call.softcap, *how)
         if alike not in self.regions:
             graph = fx.Graph()
             body = fx.GraphModule(torch.nn.Module(), graph)
