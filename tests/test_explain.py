@@ -1,0 +1,65 @@
+"""explain: every call with its reading, its reason and what to do; nothing of the model changes."""
+
+import pytest
+import torch
+
+import crisp_flex
+from crisp_flex import CrispConfig, Reason, torch_internals
+from crisp_flex.advice import ADVICE
+from tests.families.models import ids, make
+
+CONFIG = CrispConfig(min_seqlen=32, block_size=(16, 16), policy="dense")
+
+
+@pytest.mark.parametrize("reason", Reason, ids=lambda reason: reason.name)
+def test_every_reason_has_an_entry(reason):
+    assert ADVICE[reason.name].strip() == ADVICE[reason.name]
+
+
+def test_a_model_hooked_on_several_devices_is_explained_part_by_part(monkeypatch):
+    accelerate = pytest.importorskip("accelerate")
+    layers = {f"model.layers.{i}": "cpu" for i in range(3)}
+    ends = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    hooked = accelerate.dispatch_model(
+        make("Llama", num_hidden_layers=3), {**ends, **layers}, force_hooks=True
+    )
+    monkeypatch.setattr(hooked._hf_hook, "execution_device", "meta")
+    model = crisp_flex.compile(hooked, CONFIG)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch_internals, "compile_with_inductor", lambda gm, *_: gm.forward)
+    before = [layer._old_forward for layer in model.model.layers]
+    with torch.no_grad():
+        found = crisp_flex.explain(model, input_ids=ids(), use_cache=False)
+    assert [site.module_path for site in found.report.rewritten] == [
+        f"model.layers.{i}.self_attn" for i in range(3)
+    ]
+    assert "3 parts of the model are compiled one by one" in str(found)
+    assert [layer._old_forward for layer in model.model.layers] == before
+    assert crisp_flex.reports(model) == []
+
+
+def test_text_html_and_data_say_the_same():
+    model = make("Llama")
+    found = crisp_flex.explain(model, input_ids=ids(), config=CONFIG)
+    assert "2 of" not in repr(found).splitlines()[0].replace("0 of 2", "")
+    for text in (repr(found), found._repr_html_()):
+        assert "model.layers.1.self_attn" in text
+        assert "call it under torch.no_grad()" in text
+    data = found.to_dict()
+    assert (data["rewritten"], data["sites"], data["graph_breaks"]) == (0, 2, [])
+    assert {call["reason"] for call in data["calls"]} == {"NEEDS_GRAD"}
+
+
+def test_graph_breaks_are_named_and_dynamo_keeps_nothing():
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def broken(q):
+        q = attend(q, q, q, is_causal=True)
+        torch._dynamo.graph_break()
+        return attend(q, q, q, is_causal=True)
+
+    with torch.no_grad():
+        found = crisp_flex.explain(broken, torch.zeros(1, 2, 64, 16), config=CONFIG)
+    assert len(found.graphs) == 2
+    assert len(found.report.rewritten) == 2
+    assert "graph break: " in str(found)

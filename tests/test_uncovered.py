@@ -1,0 +1,69 @@
+"""The guard on uncovered mass: warns or stops with a sentence, and costs nothing when "dense"."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import crisp_flex
+from crisp_flex import CrispConfig, UncoveredError, UncoveredWarning, torch_internals
+
+CONFIG = CrispConfig(
+    policy="streaming", streaming_blocks=1, block_size=(16, 16), min_seqlen=32, max_uncovered=0.1
+)
+
+
+@pytest.fixture
+def run(qkv, monkeypatch):
+    """run(on_violation) -> the targets in the compiled graph."""
+
+    def start(on_violation):
+        graphs = []
+
+        def as_it_is(gm, *_):
+            graphs.append([node.target for node in gm.graph.nodes])
+            return gm.forward
+
+        monkeypatch.setattr(torch_internals, "compile_with_inductor", as_it_is)
+        config = dataclasses.replace(CONFIG, on_violation=on_violation)
+        attend = crisp_flex.compile(
+            lambda q, k, v: F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            ),
+            config,
+        )
+        with torch.no_grad():
+            attend(*qkv(Lq=256, D=32))
+        return graphs[0]
+
+    return start
+
+
+def test_dense_reads_nothing_back(run):
+    assert torch.ops.crisp_flex.check_uncovered.default not in run("dense")
+
+
+def test_warn_names_the_call_the_number_and_the_fix(run):
+    with pytest.warns(
+        UncoveredWarning, match=r"heads? leaves? out up to .* max_uncovered=0.1: use preset="
+    ):
+        assert torch.ops.crisp_flex.check_uncovered.default in run("warn")
+
+
+def test_raise_stops_the_call(run):
+    with pytest.raises(
+        UncoveredError, match=r'scaled_dot_product_attention: .*on_violation="dense"'
+    ):
+        run("raise")
+
+
+def test_violations_are_counted_whatever_happens_then(qkv):
+    q, k, _ = qkv(Lq=256, D=32)
+    with crisp_flex.record() as rec:
+        crisp_flex.route(q, k, CONFIG)
+        with pytest.warns(UncoveredWarning):
+            crisp_flex.route(q, k, dataclasses.replace(CONFIG, on_violation="warn"))
+    dense, warned = rec.rows
+    assert (dense.violations, dense.heads_dense, dense.density) == (4, 4, 1.0)
+    assert (warned.heads_dense, warned.density < 1) == (0, True)
