@@ -54,7 +54,8 @@ def main() -> None:
             if name.startswith(args.base) and c in row]
         for c in columns
     }  # fmt: skip
-    print("| selection |", " | ".join(columns), "|\n|---" * (len(columns) + 1), "|", sep="")
+    print("| selection |", " | ".join(columns), "|")
+    print("|---" * (len(columns) + 1) + "|")
     for name, row in table.items():
         cells = []
         for c in columns:

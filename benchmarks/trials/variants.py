@@ -70,10 +70,13 @@ _exact_p = replace(
     _exact, name="E exact top-p", rule="top-p", grid=LEFT_OUT, lines=4.0, fixed_lines=True
 )
 _tied = replace(_exact_p, name="E exact top-p tied", line_grid=TIED)
+_no_lines = replace(_exact_p, name="E exact top-p no lines", lines=0.0)
 
 VARIANTS: list[Variant] = [
     # today's frontier, then the error audit with better estimates
     *_many(_mass, target=(0.9, 0.8, 0.95, 0.7)),
+    *_many(_no_lines, target=(0.87, 0.9, 0.85)),
+    *_many(replace(_no_lines, name="E exact top-p no lines k64", block=64), target=(0.87, 0.9)),
     *_many(_tied, target=(0.87, 0.9, 0.85)),
     *_many(replace(_tied, name="E exact top-p tied k64", block=64), target=(0.87, 0.9, 0.85)),
     *_many(_exact_p, target=(0.87, 0.9, 0.85, 0.8)),
@@ -81,7 +84,6 @@ VARIANTS: list[Variant] = [
     *_many(replace(_exact_p, name="E exact top-p k64", block=64), target=(0.87, 0.9, 0.85)),
     *_many(_kept, target=(0.87, 0.9, 0.85, 0.8)),
     replace(_exact_p, name="E exact top-p corrected target 0.87", correct=128, target=0.87),
-    replace(_exact_p, name="E exact top-p no lines target 0.87", lines=0.0, target=0.87),
     replace(_exact_p, name="E exact top-p 8 rows target 0.87", rows=8, target=0.87),
     replace(_exact_p, name="E exact top-p q 128 target 0.87", pool_q=128, target=0.87),
     replace(_exact_p, name="E exact top-p q 32 target 0.87", pool_q=32, target=0.87),
