@@ -53,7 +53,7 @@ def choose_or_keep_all(
         route: [B, Hq] fp32.
         max_uncovered: Mass left out on the proxy rows above which a head keeps all blocks.
     """
-    short = 1 - proxy_coverage(keep, probe) > max_uncovered
+    short = ~(1 - proxy_coverage(keep, probe) <= max_uncovered)  # NaN is short, too
     keep = (keep | short[:, :, None, None]) & geometry.visible
     return Choice(
         keep=keep,

@@ -12,6 +12,8 @@ from crisp_flex.routing.geometry import Geometry
 def pool(query: Tensor, key: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """Mean query and key of each block over the valid tokens there; zero where there is none.
 
+    A block with NaN or Inf in it has the mean NaN there.
+
     Args:
         query: [B, Hq, Lq, D], any float dtype.
         key: [B, Hkv, Lkv, D].
@@ -38,7 +40,8 @@ def pooled_map(mean_query: Tensor, mean_key: Tensor, visible: Tensor, scale: flo
         scale: Factor on the logits.
 
     Returns:
-        Pbar [B, Hq, R, Nkv] fp32: rows sum to 1, or to 0 where nothing is visible.
+        Pbar [B, Hq, R, Nkv] fp32: rows sum to 1, or to 0 where nothing is visible. A row whose
+        mean query, or one of whose visible mean keys, is NaN is NaN where it is visible.
     """
     Hkv = mean_key.shape[1]
     B, Hq, R, D = mean_query.shape
@@ -62,4 +65,6 @@ def _block_mean(x: Tensor, valid: Tensor | None, block: int) -> Tensor:
         x = pad(x, (0, 0, 0, tail))
     total = x.reshape(*x.shape[:2], N, block, -1).sum(3, dtype=torch.float32)
     tokens = pad(valid, (0, tail)).view(-1, N, block).sum(-1)
-    return total / tokens.clamp(min=1)[:, None, :, None]
+    mean = total / tokens.clamp(min=1)[:, None, :, None]
+    # an Inf may give some rows no mass and others all of it, which a mean query cannot tell apart
+    return mean + (mean - mean)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crisp_flex.routing.geometry import Geometry, partial_slots
-from crisp_flex.routing.guards import finish_rows
+from crisp_flex.routing.guards import NOT_MEASURED, finish_rows
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
 from crisp_flex.routing.policies import SELECT
 from crisp_flex.routing.pool import pool
@@ -141,8 +141,8 @@ def _select(query: Tensor, key: Tensor, geometry: Geometry, params: RouteParams)
     stats = (
         keep.sum((-2, -1)),
         geometry.visible.sum((-2, -1)).expand(keep.shape[:2]),
-        choice.c_struct,
-        choice.coverage,
+        choice.c_struct.nan_to_num(NOT_MEASURED),
+        choice.coverage.nan_to_num(1.0),
         choice.multiple,
         choice.route,
     )

@@ -38,8 +38,9 @@ def select(query: Tensor, key: Tensor, geometry: Geometry, params: RouteParams) 
     by_lines = cover(lines, geometry)
     estimate = pooled_map(mean_query, mean_key, geometry.visible, params.scale)
     live = geometry.live[:, None, :, None]
-    by_estimate = top_mass(estimate.masked_fill(~live, 0.0).flatten(2), params.gamma)
-    by_estimate = by_estimate.view(estimate.shape)
+    known = estimate.masked_fill(~live | estimate.isnan(), 0.0)
+    by_estimate = top_mass(known.flatten(2), params.gamma).view(estimate.shape)
+    by_estimate = by_estimate | estimate.isnan()  # such a row keeps all it sees
 
     keep = torch.where(takes_lines[:, :, None, None], by_lines, by_estimate)
     small = (geometry.visible_blocks < _SMALL_ROW_BLOCKS)[..., None]

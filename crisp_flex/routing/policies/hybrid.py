@@ -77,7 +77,8 @@ def _keep(rows: _Rows, measured: Probe, geometry: Geometry, multiple: Tensor) ->
     """[B, Hq, R, Nkv] bool: what both views keep at a multiple per head [B, Hq]."""
     multiple = multiple[:, :, None]
     lines = select_lines(measured, geometry, _LINE_FACTOR * multiple, k_min=0)
-    by_row = rows.estimate > multiple[..., None] * rows.floor
+    # so put that a row of NaN keeps all it sees
+    by_row = ~(rows.estimate <= multiple[..., None] * rows.floor)
     return (by_row | cover(lines, geometry, rows.blocks) | rows.always) & rows.visible
 
 
