@@ -1,12 +1,15 @@
 """What the command line says and returns."""
 
+import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from crisp_flex.cli import main
+from crisp_flex import UnavailableError
+from crisp_flex.cli import main, quality
 
 
 def test_help_loads_no_model_library():
@@ -58,3 +61,39 @@ def test_errors_are_one_sentence_and_exit_with_2(arguments, says, capsys):
     assert says in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_doctor_says_what_runs_here_and_exits_with_0(capsys):
+    assert main(["doctor", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is True
+    states = {finding["what"]: finding["state"] for finding in answer["findings"]}
+    assert states["torch"] == "ok"
+    if not torch.cuda.is_available():
+        assert states["C++ compiler"] == states["CPU kernel"] == "ok"
+
+
+def test_doctor_exits_with_1_without_a_compiler_and_names_traps(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "install g++ or set CXX" in out
+    assert "TORCH_COMPILE_DISABLE  is set to '1'; torch.compile does nothing" in out
+    assert out.endswith("crisp_flex cannot run here\n")
+
+
+def test_quality_needs_a_checkout(tmp_path):
+    with pytest.raises(UnavailableError, match="quality needs a checkout of the project"):
+        quality.run([], root=tmp_path)
+
+
+def test_explain_refuses_a_wrong_config_file_in_one_sentence(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    file = tmp_path / "crisp.toml"
+    file.write_text('polcy = "dense"\n')
+    assert main(["explain", "--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}: unknown option ['polcy']; CrispConfig has" in error
+    assert error.count("\n") == 1

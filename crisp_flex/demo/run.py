@@ -81,7 +81,7 @@ def run(options: DemoOptions) -> DemoResult:
         DemoError: Something is missing or out of range that the user can put right.
         ConfigError: The policy or the preset does not exist.
     """
-    device, dtype = _device_and_dtype(options)
+    device, dtype = device_and_dtype(options)
     if options.length < 1:
         raise DemoError(f"--length is {options.length}; it must be a number of tokens above 0.")
     config = CrispConfig.preset(
@@ -99,7 +99,12 @@ def run(options: DemoOptions) -> DemoResult:
     return result
 
 
-def _device_and_dtype(options: DemoOptions) -> tuple[str, torch.dtype]:
+def device_and_dtype(options: DemoOptions) -> tuple[str, torch.dtype]:
+    """The device and dtype that the options mean on this machine.
+
+    Raises:
+        DemoError: There is no such device.
+    """
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = device.partition(":")
     if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
