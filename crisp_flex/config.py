@@ -205,7 +205,7 @@ class CrispConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CrispConfig:
-        """The config in a TOML file such as `crisp-flex bench --write FILE` writes.
+        """The config in a TOML file.
 
         The file is data: keys are the fields of CrispConfig, and "preset"; see config_file.
 

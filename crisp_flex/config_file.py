@@ -1,4 +1,4 @@
-"""Config files: a CrispConfig as TOML, read as data; what `crisp-flex bench` writes."""
+"""Config files: a CrispConfig as TOML, read as data and written."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def load(path: str | os.PathLike[str]) -> CrispConfig:
         settings: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"cannot read the config file {file} ({error.strerror}): "
-            f"`crisp-flex bench --write {file}` makes one"
+            f"cannot read the config file {file} ({error.strerror}): give the path of a TOML file "
+            'with lines such as preset = "fast"'
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
