@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from quality_measures import Kept, kept_map
 from torch.nn.attention.flex_attention import flex_attention
 
 import crisp_flex
-from crisp_flex import torch_internals
+from crisp_flex import flex_hop, torch_internals
 from crisp_flex.demo.errors import DemoError
 from crisp_flex.demo.model import load
 
@@ -40,9 +41,34 @@ def open_model(text, *, device, dtype, adapter=None, rope_theta=None):
     return dataclasses.replace(loaded, name=name or loaded.name)
 
 
-def _call(query, key, value, block_mask, scale):
+@functools.cache
+def _compiled(kind):
+    # one compiled function a kind of call, so that no run meets the limit of recompilations
+    return torch_internals.compile_apart(_call, "inductor", fullgraph=True)
+
+
+def _call(query, key, value, block_mask, scale, options):
     gqa = query.shape[1] != key.shape[1]
-    return flex_attention(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=gqa)
+    return flex_attention(
+        query, key, value, block_mask=block_mask, scale=scale, enable_gqa=gqa,
+        kernel_options=options,
+    )  # fmt: skip
+
+
+def compiled_flex(query, key, value, block_mask, scale):
+    """Compiled FlexAttention on its TRITON kernel (Inductor's C++ kernel on the CPU)."""
+    D, Dv, block_size = query.shape[3], value.shape[3], tuple(block_mask.BLOCK_SIZE)
+    device, dtype = query.device, query.dtype
+    kernel = flex_hop.choose_kernel(
+        device, dtype, D=D, Dv=Dv, block_size=block_size, backend="triton", captures=False
+    )
+    options = flex_hop.kernel_options(
+        kernel, device=device, dtype=dtype, D=D, divisible=False, user={}, block_size=block_size
+    )
+    del options["OUTPUT_LOGSUMEXP"], options["OUTPUT_MAX"]  # set by flex_attention itself
+    kind = (device, dtype, query.shape[1], key.shape[1], D, Dv, block_size, scale)
+    call = _compiled((*kind, block_mask.mask_mod.__code__))
+    return call(query, key, value, block_mask, scale, options)
 
 
 def masked(query, key, value, block_mask, scale):
@@ -77,9 +103,7 @@ class Switch:
         from transformers import AttentionInterface
 
         self.selection, self.kept, self.recall = None, None, False
-        self._attend = masked
-        if kernel == "flex":
-            self._attend = torch_internals.compile_apart(_call, "inductor", fullgraph=True)
+        self._attend = compiled_flex if kernel == "flex" else masked
         # without a mask function of this name Transformers passes no mask: nothing is padded here
         AttentionInterface.register(NAME, self._forward)
         model.set_attn_implementation(NAME)
