@@ -71,6 +71,17 @@ def test_a_query_of_nan_spoils_no_other_row(policy, at):
     assert torch.equal(got[0, 2:], clean[0, 2:])
 
 
+@pytest.mark.parametrize("policy", ["hybrid", "crisp pe"])
+def test_the_block_of_a_query_of_nan_keeps_all_it_sees(policy):
+    q, k, _ = qkv(Hq=1, Lq=400, D=16, columns=(0.0,))
+    k[:, :, 40, 0] += 12
+    q[:, :, 160:176, 0] += 24  # neither audited nor among the proxies
+    config = CrispConfig(block_size=BLOCK, **POLICIES[policy])
+    assert not routed_blocks(q, k, config)[0, 0, 10, :11].all()
+    q[0, 0, 165] = torch.nan
+    assert routed_blocks(q, k, config)[0, 0, 10, :11].all()
+
+
 @policies
 def test_statistics_are_numbers_whatever_comes_in(policy):
     q, k, _ = qkv(Lq=L, D=16)
