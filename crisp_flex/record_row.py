@@ -12,6 +12,7 @@ from crisp_flex.block_lists import kept_blocks, visible_blocks
 from crisp_flex.report import SiteReport
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
 
+# By the statistic "route"; what is estimated is each row's block masses (routing.guards).
 ROUTES = ("lines", "estimate", "both views", "all blocks")
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from crisp_flex.routing.geometry import Geometry, take_rows
 from crisp_flex.routing.probe import Probe
 
-# Values of the statistic "route".
+# Values of the statistic "route". An estimate is one of each row's block masses: pooled (crisp,
+# flexprefill), by antidiagonals (xattention) or exact (oracle).
 ROUTE_VERTICAL_SLASH = 0.0
-ROUTE_POOLED_ESTIMATE = 1.0
+ROUTE_ESTIMATE = 1.0
 ROUTE_BOTH_VIEWS = 2.0
 ROUTE_ALL_BLOCKS = 3.0
 # The statistic of a policy that does not have it.

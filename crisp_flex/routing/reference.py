@@ -32,8 +32,9 @@ class Selection:
             all rows. c_struct is the mass of the first and last 128 keys on the proxy rows (-1 for
             policy "dense", which does not look). coverage is the exact mass kept on the audit rows
             (hybrid) or the proxy rows, before dense_last_blocks. multiple is hybrid's multiple of
-            the floor, 0 for all blocks, -1 for other policies. route is 0 for lines, 1 for the
-            pooled estimate, 2 for both views, 3 for all blocks.
+            the floor, 0 for all blocks, -1 for other policies. route is 0 for lines, 1 for a
+            per-row estimate (pooled for crisp and flexprefill, by antidiagonals for xattention,
+            exact for oracle), 2 for both views, 3 for all blocks.
     """
 
     keep: Tensor

@@ -54,29 +54,56 @@ def window_lists(
         full_kv_num_blocks: [B', 1, Nq] int32: blocks in which every pair is visible.
     """
     Lq, Lkv = query.shape[2], key.shape[2]
-    Nq, Nkv = -(-Lq // block_q), -(-Lkv // block_kv)
-    C = _slots(query, Nkv, window, block_q, block_kv)
-    device = query.device
+    Nkv = -(-Lkv // block_kv)
+    C = slots(query, Nkv, window, block_q, block_kv)
     offset = Lkv - Lq if q_offset is None else q_offset.long()
-    q_first = (torch.arange(Nq, device=device) * block_q + offset)[:, None]
-    q_last = (q_first + (block_q - 1)).clamp(max=offset + (Lq - 1))
-    lowest = (q_first - (window - 1)).clamp(min=0) // block_kv
-    blocks = lowest + torch.arange(min(C, Nkv), device=device)  # [Nq, n]
-    first, last = blocks * block_kv, blocks * block_kv + (block_kv - 1)
-    inside = (last <= q_first) & (first > q_last - window)
-    near = (first <= q_last) & (blocks < Nkv)
+    blocks, near, inside = causal_band(query.device, Lq, Lkv, offset, window, block_q, block_kv, C)
     if key_valid is None:
         visible, full = near[None], (near & inside)[None]
     else:
-        lowest_valid, highest_valid, all_valid = _validity(key_valid, Nkv, block_kv)
+        lowest_valid, highest_valid, all_valid = block_validity(key_valid, Nkv, block_kv)
+        q_first, q_last = _rows(query.device, Lq, offset, block_q)
         at = blocks.clamp(max=Nkv - 1)
         visible = near & (lowest_valid[:, at] <= q_last)
         visible = visible & (highest_valid[:, at] > q_first - window)
         full = visible & inside & all_valid[:, at]
-    return _lists(visible, full, blocks, C)
+    return list_blocks(visible, full, blocks, C)
 
 
-def _lists(visible: Tensor, full: Tensor, blocks: Tensor, C: int) -> WindowResult:
+def causal_band(
+    device: torch.device,
+    Lq: int,
+    Lkv: int,
+    offset: int | Tensor,
+    window: int | None,
+    block_q: int,
+    block_kv: int,
+    C: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[Nq, n] each: ids of the n <= C blocks that a row may see; seen by position; wholly so."""
+    Nkv = -(-Lkv // block_kv)
+    q_first, q_last = _rows(device, Lq, offset, block_q)
+    lowest = torch.zeros_like(q_first)
+    if window is not None:
+        lowest = (q_first - (window - 1)).clamp(min=0) // block_kv
+    blocks = lowest + torch.arange(min(C, Nkv), device=device)
+    first, last = blocks * block_kv, blocks * block_kv + (block_kv - 1)
+    inside = last <= q_first
+    if window is not None:
+        inside = inside & (first > q_last - window)
+    return blocks, (first <= q_last) & (blocks < Nkv), inside
+
+
+def _rows(
+    device: torch.device, Lq: int, offset: int | Tensor, block_q: int
+) -> tuple[Tensor, Tensor]:
+    """[Nq, 1] each: position of the first and of the last query of a block."""
+    Nq = -(-Lq // block_q)
+    q_first = (torch.arange(Nq, device=device) * block_q + offset)[:, None]
+    return q_first, (q_first + (block_q - 1)).clamp(max=offset + (Lq - 1))
+
+
+def list_blocks(visible: Tensor, full: Tensor, blocks: Tensor, C: int) -> WindowResult:
     """Ascending lists of what is visible [B', Nq, n], split by full, of ids blocks [Nq, n]."""
     B, Nq, _ = visible.shape
     buffer = torch.zeros(B, 1, Nq, 2 * C + 1, dtype=torch.int32, device=blocks.device)
@@ -91,7 +118,7 @@ def _lists(visible: Tensor, full: Tensor, blocks: Tensor, C: int) -> WindowResul
     )
 
 
-def _validity(key_valid: Tensor, Nkv: int, block_kv: int) -> tuple[Tensor, Tensor, Tensor]:
+def block_validity(key_valid: Tensor, Nkv: int, block_kv: int) -> tuple[Tensor, Tensor, Tensor]:
     """[B, Nkv] each: first valid key of a block, the last one (-1 if none), whether all are."""
     Lkv = key_valid.shape[1]
     tokens = torch.arange(Lkv, device=key_valid.device)
@@ -106,12 +133,24 @@ def _validity(key_valid: Tensor, Nkv: int, block_kv: int) -> tuple[Tensor, Tenso
     return lowest, highest, blocked(key_valid, 0).all(-1)
 
 
-def _slots(query: Tensor, Nkv: int, window: int, block_q: int, block_kv: int) -> int:
+def slots(query: Tensor, Nkv: int, window: int | None, block_q: int, block_kv: int) -> int:
     """Slots of one list: all key blocks where the kernel demands it, else those of the window."""
-    if query.device.type == "cpu":
+    if window is None or query.device.type == "cpu":
         return Nkv
     # window + block_q - 1 tokens, anywhere in the grid
     return (window + block_q + block_kv - 3) // block_kv + 1
+
+
+def fake_lists(
+    query: Tensor, key: Tensor, B: int, window: int | None, block_q: int, block_kv: int
+) -> WindowResult:
+    """Empty lists of the shapes that the operators return."""
+    Nq = (query.shape[2] + block_q - 1) // block_q
+    Nkv = (key.shape[2] + block_kv - 1) // block_kv
+    C = slots(query, Nkv, window, block_q, block_kv)
+    counts = query.new_empty((B, 1, Nq), dtype=torch.int32)
+    buffer = query.new_empty((B, 1, Nq, 2 * C), dtype=torch.int32)
+    return counts, buffer, torch.empty_like(counts)
 
 
 @torch.library.register_fake("crisp_flex::window")
@@ -125,13 +164,8 @@ def _window_fake(
     *,
     q_offset: Tensor | None = None,
 ) -> WindowResult:
-    Nq = (query.shape[2] + block_q - 1) // block_q
-    Nkv = (key.shape[2] + block_kv - 1) // block_kv
     B = 1 if key_valid is None else key_valid.shape[0]
-    C = _slots(query, Nkv, window, block_q, block_kv)
-    counts = query.new_empty((B, 1, Nq), dtype=torch.int32)
-    buffer = query.new_empty((B, 1, Nq, 2 * C), dtype=torch.int32)
-    return counts, buffer, torch.empty_like(counts)
+    return fake_lists(query, key, B, window, block_q, block_kv)
 
 
 @torch.library.impl("crisp_flex::query_offset", ("cpu", "cuda"))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crisp_flex.routing.guards import ROUTE_POOLED_ESTIMATE
+from crisp_flex.routing.guards import ROUTE_ESTIMATE
 from crisp_flex.routing.kernels.crisp_map import map_logits
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.positions import (
@@ -104,7 +104,7 @@ def estimate(
             BLOCK_Q=x.block_q,
             BLOCK_KV=x.block_kv,
             LEVEL=level,
-            ESTIMATE=ROUTE_POOLED_ESTIMATE,
+            ESTIMATE=ROUTE_ESTIMATE,
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )

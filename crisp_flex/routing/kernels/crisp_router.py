@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crisp_flex.routing.guards import ROUTE_POOLED_ESTIMATE, ROUTE_VERTICAL_SLASH
+from crisp_flex.routing.guards import ROUTE_ESTIMATE, ROUTE_VERTICAL_SLASH
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.lines import vertical_mass
 from crisp_flex.routing.kernels.masses import Masses
@@ -38,7 +38,7 @@ NUM_WARPS = 8
 def route_heads(
     query: Tensor, mean_key: Tensor, measured: Masses, layout: Layout, params: RouteParams
 ) -> Tensor:
-    """[B, Hq] fp32: ROUTE_VERTICAL_SLASH or ROUTE_POOLED_ESTIMATE.
+    """[B, Hq] fp32: ROUTE_VERTICAL_SLASH or ROUTE_ESTIMATE.
 
     Args:
         query: [B, Hq, Lq, D], any strides.
@@ -72,7 +72,7 @@ def route_heads(
         ROUTER=params.router,
         JSD_THRESHOLD=JSD_THRESHOLD,
         LINES=ROUTE_VERTICAL_SLASH,
-        ESTIMATE=ROUTE_POOLED_ESTIMATE,
+        ESTIMATE=ROUTE_ESTIMATE,
         BLOCK_J=max(TILE_ELEMENTS // x.BLOCK_D, 16),
         num_warps=NUM_WARPS,
     )

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crisp_flex.routing.guards import ROUTE_POOLED_ESTIMATE
+from crisp_flex.routing.guards import ROUTE_ESTIMATE
 from crisp_flex.routing.kernels.crisp_estimate import threshold
 from crisp_flex.routing.kernels.crisp_map import map_logits
 from crisp_flex.routing.kernels.positions import WINDOW
 
-_ESTIMATE = tl.constexpr(ROUTE_POOLED_ESTIMATE)
+_ESTIMATE = tl.constexpr(ROUTE_ESTIMATE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from crisp_flex.routing.geometry import Geometry
 from crisp_flex.routing.guards import (
-    ROUTE_POOLED_ESTIMATE,
+    ROUTE_ESTIMATE,
     ROUTE_VERTICAL_SLASH,
     Choice,
     choose_or_keep_all,
@@ -49,7 +49,7 @@ def select(query: Tensor, key: Tensor, geometry: Geometry, params: RouteParams) 
         keep,
         measured,
         g,
-        route=torch.where(pooled, ROUTE_POOLED_ESTIMATE, ROUTE_VERTICAL_SLASH),
+        route=torch.where(pooled, ROUTE_ESTIMATE, ROUTE_VERTICAL_SLASH),
         max_uncovered=params.max_uncovered,
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from crisp_flex.routing.geometry import Geometry
-from crisp_flex.routing.guards import ROUTE_POOLED_ESTIMATE, Choice, choose_or_keep_all
+from crisp_flex.routing.guards import ROUTE_ESTIMATE, Choice, choose_or_keep_all
 from crisp_flex.routing.params import RouteParams
 from crisp_flex.routing.probe import probe, query_block_mass
 from crisp_flex.routing.top_mass import top_mass
@@ -32,6 +32,6 @@ def select(query: Tensor, key: Tensor, geometry: Geometry, params: RouteParams) 
         (torch.stack(rows, 2) | last) & g.visible,
         measured,
         g,
-        route=torch.full_like(measured.c_struct, ROUTE_POOLED_ESTIMATE),
+        route=torch.full_like(measured.c_struct, ROUTE_ESTIMATE),
         max_uncovered=params.max_uncovered,
     )

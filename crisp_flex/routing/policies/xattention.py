@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from crisp_flex.routing.geometry import Geometry
-from crisp_flex.routing.guards import ROUTE_POOLED_ESTIMATE, Choice, choose_or_keep_all
+from crisp_flex.routing.guards import ROUTE_ESTIMATE, Choice, choose_or_keep_all
 from crisp_flex.routing.lines import always
 from crisp_flex.routing.params import RouteParams
 from crisp_flex.routing.probe import probe
@@ -27,7 +27,7 @@ def select(query: Tensor, key: Tensor, geometry: Geometry, params: RouteParams) 
         keep,
         measured,
         geometry,
-        route=torch.full_like(measured.c_struct, ROUTE_POOLED_ESTIMATE),
+        route=torch.full_like(measured.c_struct, ROUTE_ESTIMATE),
         max_uncovered=params.max_uncovered,
     )
 

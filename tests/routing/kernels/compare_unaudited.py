@@ -6,7 +6,7 @@ import torch
 
 from crisp_flex.routing import reference
 from crisp_flex.routing.geometry import Geometry, take_rows
-from crisp_flex.routing.guards import ROUTE_ALL_BLOCKS, ROUTE_POOLED_ESTIMATE
+from crisp_flex.routing.guards import ROUTE_ALL_BLOCKS, ROUTE_ESTIMATE
 from crisp_flex.routing.kernels import crisp_estimate, dispatch
 from crisp_flex.routing.lines import Lines, cover, slash_anchors, vertical_anchors
 from crisp_flex.routing.params import STAT_NAMES
@@ -124,4 +124,4 @@ def all_blocks(stats):
 
 def pooled(stats):
     """[B, Hq] bool of a route's statistics: which heads take the pooled estimate."""
-    return stats[..., STAT_NAMES.index("route")] == ROUTE_POOLED_ESTIMATE
+    return stats[..., STAT_NAMES.index("route")] == ROUTE_ESTIMATE
