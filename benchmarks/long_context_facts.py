@@ -91,20 +91,20 @@ def value(rng, words):
         first, *rest = rng.integers(0, 10, rng.integers(4, 9))
         return f"{max(first, 1)}" + "".join(map(str, rest))
     if kind < 0.75:
-        return "-".join(rng.choice(words, rng.integers(1, 3)))
+        return "-".join(_some(rng, words, rng.integers(1, 3)))
     if kind < 0.9:
-        return str(rng.choice(words))
-    return "".join(rng.choice(list(string.hexdigits[:16]), 6))
+        return _some(rng, words, 1)[0]
+    return "".join(_some(rng, string.hexdigits[:16], 6))
 
 
 def facts(rng, words, count):
     """`count` facts with keys of their own, in one or several nouns."""
-    nouns = rng.choice(NOUNS, rng.integers(1, 5), replace=False)
+    nouns = list(dict.fromkeys(_some(rng, NOUNS, rng.integers(1, 5))))
     keys = set()
     while len(keys) < count:
-        parts = rng.choice(words, 1 if rng.random() < 0.3 else 2, replace=False)
+        parts = _some(rng, words, 1 if rng.random() < 0.3 else 2)
         keys.add((" ", "-")[rng.random() < 0.15].join(parts))
-    return [Fact(str(rng.choice(nouns)), key, value(rng, words)) for key in sorted(keys)]
+    return [Fact(_some(rng, nouns, 1)[0], key, value(rng, words)) for key in sorted(keys)]
 
 
 def bare(rng, words):
@@ -137,6 +137,11 @@ def ask(rng, fact, *, chat=False, held_out=False):
 
 def _after(begin, answer):
     return answer if begin.endswith('"') else f" {answer}"
+
+
+def _some(rng, words, count):
+    # rng.choice would make an array of all of them first
+    return [words[i] for i in rng.integers(len(words), size=count)]
 
 
 def _choice(rng, forms, held_out):

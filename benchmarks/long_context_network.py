@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# For few queries and a mask; cuDNN would plan anew for every length.
+MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,8 @@ class Network:
                 for cache, x in zip(caches[index], (k, v), strict=True)
             )
             k, v = (x.repeat_interleave(self.Hq // self.Hkv, 1) for x in (k, v))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            with sdpa_kernel(MASKED):
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
         plain = (before_attention, after_attention)
         return self._run(ids, projections, cos, sin, attention, plain)

@@ -9,9 +9,9 @@ import numpy as np
 from long_context_facts import ask, bare, facts, say
 from long_context_text import KINDS
 
-# Facts and questions in a training sequence, at most; each takes about 25 tokens.
-MOST_FACTS = 48
-TOKENS_PER_FACT = 96
+# Facts and questions in a training sequence, at most; a fact and its question take 50 tokens.
+MOST_FACTS = 128
+TOKENS_PER_FACT = 160
 # Share of sequences: questions at the end, in the last tenth, all along.
 PLACES = (0.5, 0.2, 0.3)
 # Share of sequences whose questions are chat turns, and of those with a fact without a key.
@@ -62,7 +62,7 @@ def train_sequence(text, L, *, seed, number):
     words = text.train_words
     chat, place = rng.random() < CHAT, int(rng.choice(3, p=PLACES))
     most = min(MOST_FACTS, L // TOKENS_PER_FACT)
-    told = facts(rng, words, int(rng.integers(max(most // 3, 1), most + 1)))
+    told = facts(rng, words, int(rng.integers(max(most // 4, 1), most + 1)))
     if rng.random() < BARE:
         told.append(bare(rng, words))
     # (depth, order, ids, tokens of the answer)

@@ -145,7 +145,7 @@ def fastest_attention(*, Hq, Hkv, D, L=32768):
     for repeat in (True, False):
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             name = f"{backend.name.lower()}{', heads repeated' if repeat else ''}"
-            attend = _attend(backend, Hq // Hkv if repeat else None)
+            attend = attend_with(backend, Hq // Hkv if repeat else None)
             try:
                 got, _ = _run(attend, q, k, v, grad)
                 got, seconds = _run(attend, q, k, v, grad)
@@ -162,7 +162,9 @@ def fastest_attention(*, Hq, Hkv, D, L=32768):
     return best[1:]
 
 
-def _attend(backend, repeat):
+def attend_with(backend, repeat=None):
+    """Causal attention by one backend of SDPA, each KV head repeated so often; None: grouped."""
+
     def attend(q, k, v):
         if repeat:
             k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))

@@ -26,6 +26,7 @@ from long_context_network import Network, causal
 from long_context_text import DEFAULT, KINDS, read
 from long_context_training import (
     Ahead,
+    attend_with,
     fastest_attention,
     length_at,
     loss_of,
@@ -34,9 +35,10 @@ from long_context_training import (
     rate_at,
 )
 from timing import where, write_rows
+from torch.nn.attention import SDPBackend
 
 THETA = 3e6
-PHASES = "8192:0.22 16384:0.18 32768:0.25 65536:0.35"
+PHASES = "4096:0.1 8192:0.15 16384:0.15 32768:0.25 65536:0.35"
 EVAL_LENGTHS = (65536, 32768, 16384, 8192, 49152)
 
 
@@ -52,8 +54,9 @@ def main():
     passed = f"{time.perf_counter() - start:.0f} s"
     print(f"{passed}: {loaded.name} and {args.text} loaded", flush=True)
     theta = float(loaded.model.config.rope_parameters["rope_theta"])
-    base = Network(loaded.model, theta=theta)
-    attend = causal
+    # lengths vary where nothing is trained, and cuDNN plans anew for each
+    dense = attend_with(SDPBackend.FLASH_ATTENTION) if cuda else causal
+    base, attend = Network(loaded.model, theta=theta, attend=dense), causal
     if cuda:
         name, attend = fastest_attention(Hq=base.Hq, Hkv=base.Hkv, D=base.D)
         print(f"attention: {name}", flush=True)
@@ -65,17 +68,16 @@ def main():
     else:
         adapter = Adapter(base.projections, Hq=base.Hq, rank=args.rank, seed=args.seed)
         facts = Facts(args.theta, max(phase.length for phase in plan))
-    network = Network(
-        loaded.model, theta=facts.rope_theta, attend=attend, compiled=cuda and not args.eager
-    )
-    base.attend = attend
+    theta = facts.rope_theta
     if args.seconds > 0:
-        facts = train(network, adapter, text, plan, facts, args, start)
-    evaluate(network, adapter, base, text, args)
+        compiled = cuda and not args.eager
+        network = Network(loaded.model, theta=theta, attend=attend, compiled=compiled)
+        train(network, adapter, text, plan, facts, args, start)
+    evaluate(Network(loaded.model, theta=theta, attend=dense), adapter, base, text, args)
 
 
 def train(network, adapter, text, plan, facts, args, start):
-    """Train until --seconds have passed since `start`; the Facts with this run added."""
+    """Train until --seconds have passed since `start`, and write the adapter."""
     path, seed = args.out / "adapter.safetensors", args.seed + 1000 * len(facts.history)
 
     def make(length, number):
@@ -134,7 +136,6 @@ def train(network, adapter, text, plan, facts, args, start):
     facts = Facts(facts.rope_theta, facts.length, (*facts.history, run))
     adapter.save(path, facts)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB after {step} steps; {_peak()}", flush=True)
-    return facts
 
 
 class Log:
@@ -177,16 +178,16 @@ def evaluate(network, adapter, base, text, args):
             print(row, flush=True)
             write_rows([{**where(), **row}], args.out / "results.jsonl")
 
-    def look(task, lengths):
-        for L in lengths:
+    def look(task, samples):
+        for L in args.eval_lengths:
             emit(
                 retrieval(
-                    network, merged, text, L, task=task, samples=args.samples,
+                    network, merged, text, L, task=task, samples=samples,
                     device=args.device, until=until,
                 )
             )  # fmt: skip
 
-    look("multi", args.eval_lengths)
+    look("multi", args.samples)
     for kind in KINDS:
         emit(
             text_loss(
@@ -194,7 +195,8 @@ def evaluate(network, adapter, base, text, args):
                 device=args.device,
             )
         )  # fmt: skip
-    look("single", args.eval_lengths)
+    # one prefix a question
+    look("single", -(-args.samples // 3))
 
 
 def _peak():
@@ -222,7 +224,7 @@ def parse():
     add("--tokens", type=int, default=65536, help="of a step")
     add("--plain", type=int, default=2048, help="positions of ordinary text with a loss")
     add("--plain-weight", type=float, default=0.2)
-    add("--samples", type=int, default=64, help="questions a length and task")
+    add("--samples", type=int, default=96, help="questions a length; a third for one fact alone")
     add("--eval-lengths", type=int, nargs="+", default=EVAL_LENGTHS)
     add("--text-length", type=int, default=8192)
     add("--print-seconds", type=float, default=5)
