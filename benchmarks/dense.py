@@ -7,11 +7,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from crisp_flex import CrispConfig, flex_hop
+from crisp_flex.bench.exact import BLOCK, MOST_ERROR, relative_error, wanted_rows
 
-BLOCK = 128
+__all__ = [
+    "BLOCK", "MOST_ERROR", "PATHS", "causal_blocks", "dense_paths", "dense_times", "flex_options",
+    "kernel_of", "relative_error", "wanted_rows",
+]  # fmt: skip
 PATHS = ("sdpa_cudnn", "sdpa_flash", "sdpa_cpu", "flex_triton", "flex_fa4", "fa4")
-# Relative error of a result in half precision against fp32, over sampled query blocks.
-MOST_ERROR = 3e-3
 
 
 def causal_blocks(L, device, block_kv=BLOCK):
@@ -116,59 +118,3 @@ def dense_times(paths, wanted, rows, *, budget_ms):
             times[f"{name}_ms"] = None
             print(f"  {name} does not run: {(str(failure).splitlines() or [''])[0][:90]}")
     return times
-
-
-def wanted_rows(q, k, v, rows, block_mask=None):
-    """fp32 attention of query blocks `rows`, over the lists of block_mask or all causal keys.
-
-    Returns:
-        {row: [Hq, tokens, D] fp32}.
-    """
-    L, D, G = q.shape[2], q.shape[3], q.shape[1] // k.shape[1]
-    position = torch.arange(L, device=q.device)
-    return {
-        row: torch.stack(
-            [
-                _attend(
-                    q[0, head, row * BLOCK : (row + 1) * BLOCK].float(), k[0, head // G],
-                    v[0, head // G], position[row * BLOCK : (row + 1) * BLOCK],
-                    _keys(block_mask, head, row, L, q.device), D**-0.5,
-                )
-                for head in range(q.shape[1])
-            ]
-        )
-        for row in rows
-    }  # fmt: skip
-
-
-def relative_error(out, wanted, rows):
-    """|| out - wanted || / || wanted || over the query blocks `rows` of out [1, Hq, L, D]."""
-    difference = norm = 0.0
-    for row in rows:
-        got = out[0, :, row * BLOCK : (row + 1) * BLOCK].float()
-        difference += (got - wanted[row]).double().square().sum().item()
-        norm += wanted[row].double().square().sum().item()
-    return (difference / norm) ** 0.5
-
-
-def _attend(queries, keys, values, positions, chosen, scale):
-    logits = queries @ keys[chosen].float().T * scale
-    logits.masked_fill_(chosen > positions[:, None], float("-inf"))
-    return logits.softmax(-1) @ values[chosen].float()
-
-
-def _keys(block_mask, head, row, L, device):
-    """int64 positions of the keys in the blocks that one query block lists."""
-    end = min((row + 1) * BLOCK, L)
-    if block_mask is None:
-        return torch.arange(end, device=device)
-    partial, full = (
-        indices[0, head, row, : counts[0, head, row]]
-        for counts, indices in (
-            (block_mask.kv_num_blocks, block_mask.kv_indices),
-            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-        )
-    )
-    blocks, block_kv = torch.cat([partial, full]).long(), block_mask.BLOCK_SIZE[1]
-    keys = (blocks[:, None] * block_kv + torch.arange(block_kv, device=device)).flatten()
-    return keys[keys < L]

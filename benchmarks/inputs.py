@@ -1,38 +1,30 @@
 """Queries and keys to measure with: hot columns, many patterns through RoPE, or a real model's.
 
-`columns` is the simple one (heads of 4 to 39 columns each, no RoPE). `structured` gives every query
-head its own mix of patterns, about a wanted share of blocks at any length, and makes it head by
-head, so that nothing of the size of q exists in float32. `captured` reads a file of capture_qk.py.
-Densities of `structured` at D 128, eager reference on the CPU (2026-11-30): 32/8 heads 22 % at 8k
-and 12.3 % at 32k, 8/8 heads 12.4 % at 128k, 4/4 heads 3.1 % at 512k. A device's own random numbers
-change them a little; each row says its own.
+`columns` is the simple one (heads of 4 to 39 columns each, no RoPE). `structured` is the package's
+(crisp_flex/bench/structured.py). `captured` reads a file of capture_qk.py.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-ROPE_THETA = 1e7
-# Of the D/2 pairs of dims, from the fastest: those up to FAST turn so quickly that they tell
-# distances (slashes), those from SLOW on turn so little that they carry content at any length.
-FAST, SLOW = 0.5, 0.8
-# Logits where a head finds what it looks for, above a background of standard deviation 1 to 2.
-SINK, COLUMN, SLASH, TOPIC = 12.0, 16.0, 20.0, 11.0
-# Above this length they grow by ln(L / SHARP_TOKENS), as the background's mass does.
-SHARP_TOKENS = 131072
-# Tokens per topic segment; log-normal spread of the lengths of queries and of keys (the tail).
-SEGMENT, QUERY_TAIL, KEY_TAIL = 512, 0.2, 0.05
-# Columns and topics that come out near the wanted share, by trial (tests/benchmarks).
-COLUMNS_PER_BLOCK, TOPIC_SHARE = 0.4, 0.45
-# What the query heads look at besides the sink, in turn; a weight of 1 finds it at its full logit.
-MIXES = (
-    {"column": 1.0},
-    {"slash": 1.0},
-    {"topic": 1.0},
-    {"column": 1.0, "slash": 0.9, "topic": 0.4},
+from crisp_flex.bench.structured import (
+    MIXES,
+    SEGMENT,
+    SHARP_TOKENS,
+    SLOW,
+    Rope,
+    default_share,
+    here,
+    structured,
+    turn,
 )
+
+__all__ = [
+    "MIXES", "SEGMENT", "SHARP_TOKENS", "SLOW", "Inputs", "Rope", "captured", "columns",
+    "default_share", "here", "load", "structured", "turn",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,11 +35,6 @@ class Inputs:
     key: torch.Tensor
     value: torch.Tensor
     facts: dict
-
-
-def here():
-    """Where the inputs are made unless told otherwise."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def columns(heads, L, *, seed=0, dtype=torch.bfloat16, device=None):
@@ -66,160 +53,6 @@ def columns(heads, L, *, seed=0, dtype=torch.bfloat16, device=None):
         at[0] = 0
         k[:, head, at] += gain * u[head]
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def default_share(L):
-    """The share of blocks that `structured` aims at: 12 % to 128k tokens, then as if in 16 bits."""
-    return min(0.12, 0.12 * 131072 / L)
-
-
-def structured(
-    heads, L, *, share=None, sharp_tokens=SHARP_TOKENS, seed=0, dtype=torch.bfloat16, device=None
-):
-    """q, k, v of heads with a sink, columns, slashes through RoPE, topics, and a background.
-
-    Args:
-        heads: Hq, Hkv and D.
-        L: Tokens.
-        share: About the share of blocks that policy "hybrid" (balanced) keeps, where that is above
-            what it always keeps (a tenth at 8k); None is default_share(L).
-        sharp_tokens: Tokens from which on the logits of what is found grow with ln(L).
-        seed: Of all random numbers; they differ between devices.
-        dtype: Of the result.
-        device: None is CUDA where there is one.
-    """
-    device = device or here()
-    share = default_share(L) if share is None else share
-    G, D = heads.Hq // heads.Hkv, heads.D
-    q, k, v = (
-        torch.empty(1, H, L, D, dtype=dtype, device=device)
-        for H in (heads.Hq, heads.Hkv, heads.Hkv)
-    )
-    rope = Rope(L, D, device)
-    for head in range(heads.Hkv):
-        g = torch.Generator(device).manual_seed(1000 * seed + head)
-        # from few to many columns and topics
-        spread = 0.6 + 0.8 * (head + 0.5) / heads.Hkv
-        sharper = max(math.log(L / sharp_tokens), 0.0)
-        scene = Scene.random(L, D, share * spread, sharper, g, device)
-        k[0, head] = rope(scene.keys(g))
-        v[0, head].normal_(generator=g)
-        for member in range(G):
-            mix = MIXES[(head + member) % len(MIXES)]
-            q[0, head * G + member] = rope(scene.queries(mix, g))
-    return q, k, v
-
-
-class Rope:
-    """Rotary position embedding of [L, D], the halves of D rotating against each other."""
-
-    def __init__(self, L, D, device):
-        angle = torch.arange(L, device=device, dtype=torch.float64)[:, None] * frequencies(
-            D, device
-        )
-        self.cos, self.sin = angle.cos().float(), angle.sin().float()
-
-    def __call__(self, x):
-        return turn(x, self.cos, self.sin)
-
-
-def frequencies(D, device):
-    """[D/2] float64, radians per token of each pair of dims."""
-    return ROPE_THETA ** -(torch.arange(0, D, 2, device=device, dtype=torch.float64) / D)
-
-
-def turn(x, cos, sin):
-    """x [..., D] with its pairs of dims (p, p + D/2) turned."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-@dataclass(frozen=True)
-class Scene:
-    """One KV head: what stands where, and the directions that say so (before RoPE)."""
-
-    L: int
-    # added to the logits
-    sharper: float
-    # [D] each, as long as makes its logit with itself 1
-    sink: torch.Tensor
-    column: torch.Tensor
-    slash: torch.Tensor
-    # the slash vector as the keys carry it: turned by the slash's distance
-    slash_key: torch.Tensor
-    # [number of topics, D], and the topic of each segment
-    topics: torch.Tensor
-    topic_of: torch.Tensor
-    column_at: torch.Tensor
-
-    @classmethod
-    def random(cls, L, D, share, sharper, g, device):
-        half = D // 2
-        unit = D**0.25
-
-        def uniform():
-            return float(torch.rand(1, generator=g, device=device))
-
-        # the slowest first: the sink's and the columns' dims
-        slow = torch.arange(half - 1, int(SLOW * half) - 1, -1, device=device)
-        content = torch.cat([slow, slow + half])
-        basis = torch.zeros(2, D, device=device)
-        basis[[0, 1], content[:2]] = unit
-        topic_count = max(round(1 / (TOPIC_SHARE * share)), 2)
-        topics = torch.zeros(topic_count, D, device=device)
-        random = torch.randn(topic_count, len(content) - 2, generator=g, device=device)
-        topics[:, content[2:]] = unit * F.normalize(random, dim=-1)
-        slash = torch.zeros(D, device=device)
-        fast = torch.arange(int(FAST * half), device=device)
-        phase = torch.randn(2, len(fast), generator=g, device=device)
-        slash[fast], slash[fast + half] = F.normalize(phase, dim=0) * unit / len(fast) ** 0.5
-        angle = frequencies(D, device) * round(L * 0.5 * uniform() ** 2)
-        count = max(round(COLUMNS_PER_BLOCK * share * L / 128), 4)
-        # all along the prompt and denser at its start: any stretch of queries has one to look at
-        part = torch.arange(count, device=device) + torch.rand(count, generator=g, device=device)
-        part = part / count
-        return cls(
-            L=L, sharper=sharper, sink=basis[0], column=basis[1], slash=slash,
-            slash_key=turn(slash, angle.cos().float(), angle.sin().float()), topics=topics,
-            topic_of=torch.randint(topic_count, (-(-L // SEGMENT),), generator=g, device=device),
-            column_at=(L * part**1.5).long().clamp(1, max(L - 1, 1)) % L,
-        )  # fmt: skip
-
-    def asked(self):
-        """[L, D]: the topic of each token's segment."""
-        return self.topics[self.topic_of].repeat_interleave(SEGMENT, 0)[: self.L]
-
-    def keys(self, g):
-        """[L, D] fp32: a background, all of the head's patterns, and the sink at token 0."""
-        k = self._background(g)
-        k += self._length_of(SLASH) * self.slash_key
-        k += self._length_of(TOPIC) * self.asked()
-        k *= self._lengths(KEY_TAIL, g)
-        # columns hold less of all else, so that those of a head are of about the same strength
-        k[self.column_at] = 0.5 * k[self.column_at] + self._length_of(COLUMN) * self.column
-        k[0] += self._length_of(SINK) * self.sink
-        return k
-
-    def queries(self, mix, g):
-        """[L, D] fp32: a background, and what the head looks at by the weights of its mix."""
-        q = self._background(g)
-        q += self._length_of(SINK) * self.sink
-        q += self._length_of(COLUMN) * mix.get("column", 0.0) * self.column
-        q += self._length_of(SLASH) * mix.get("slash", 0.0) * self.slash
-        if mix.get("topic"):
-            q += self._length_of(TOPIC) * mix["topic"] * self.asked()
-        return q * self._lengths(QUERY_TAIL, g)
-
-    def _length_of(self, logit):
-        """The length that a query's and a key's part need for the two to have this logit."""
-        return (logit + self.sharper) ** 0.5
-
-    def _background(self, g):
-        D = self.sink.shape[0]
-        return torch.randn(self.L, D, generator=g, device=self.sink.device)
-
-    def _lengths(self, tail, g):
-        return torch.exp(tail * torch.randn(self.L, 1, generator=g, device=self.sink.device))
 
 
 # Query heads that fill the card; a model's own heads are repeated to come near.

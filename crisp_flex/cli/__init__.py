@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crisp_flex.config import POLICIES, PRESETS
+from crisp_flex.config import BACKENDS, POLICIES, PRESETS
 from crisp_flex.errors import CrispFlexError
 
 
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_doctor(commands)
     _add_explain(commands)
+    _add_bench(commands)
     _add_quality(commands)
     demo = commands.add_parser(
         "demo",
@@ -128,6 +129,51 @@ def _add_explain(commands: Any) -> None:  # noqa: ANN401
     explain.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _add_bench(commands: Any) -> None:  # noqa: ANN401
+    bench = commands.add_parser(
+        "bench",
+        help="where sparse attention pays on this machine, as a config file",
+        description="Times one attention layer, dense SDPA against crisp_flex.sparse_attention, "
+        "after checking both results, and recommends a preset and a min_seqlen. The inputs are "
+        "synthetic: what a model's own heads keep is shown by crisp_flex.record.",
+    )
+    bench.add_argument(
+        "--lengths",
+        type=_tokens,
+        nargs="+",
+        metavar="TOKENS",
+        help="such as 4096 or 4k (default: 2k to 32k on CUDA, 1k to 4k on the CPU)",
+    )
+    bench.add_argument("--query-heads", type=int, help="default: 32 on CUDA, 9 on the CPU")
+    bench.add_argument(
+        "--key-heads", type=int, help="default: 8 on CUDA, 3 on the CPU; else the query heads"
+    )
+    bench.add_argument("--head-dim", type=int, help="default: 128 on CUDA, 64 on the CPU")
+    bench.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    bench.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    bench.add_argument("--backend", choices=BACKENDS, default="auto", help="kernel on CUDA")
+    bench.add_argument(
+        "--budget", type=float, default=0.3, help="seconds a figure (default: %(default)s)"
+    )
+    bench.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.toml",
+        help="write the recommendation as a config file for crisp_flex.compile(model, FILE)",
+    )
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _tokens(text: str) -> int:
+    """A length: "8k" is 8192, "4133" is itself."""
+    try:
+        return 1024 * int(text[:-1]) if text.endswith("k") else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of tokens: write 4096 or 4k"
+        ) from error
+
+
 def _add_quality(commands: Any) -> None:  # noqa: ANN401
     quality = commands.add_parser(
         "quality",
@@ -152,6 +198,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    from crisp_flex.cli.bench import run
+
+    run(arguments)
+    return 0
+
+
 def _quality(arguments: argparse.Namespace) -> int:
     from crisp_flex.cli.quality import run
 
@@ -169,6 +222,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "bench": _bench,
     "demo": _demo,
     "doctor": _doctor,
     "explain": _explain,

@@ -1,0 +1,1 @@
+"""Measuring attention on this machine, for `crisp-flex bench` and for benchmarks/."""
