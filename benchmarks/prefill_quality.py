@@ -18,9 +18,7 @@ import crisp_flex
 from crisp_flex import CrispConfig
 from crisp_flex.demo.measure import answer, kl, prompt_step, top1_agreement
 from crisp_flex.demo.model import load
-from crisp_flex.demo.picture import BlockRecorder
 from crisp_flex.demo.prompt import passkey_prompt, text_ids
-from crisp_flex.routing.ops import observe
 
 POSITIONS = 1024
 DEPTHS = (0.1, 0.5, 0.9)
@@ -85,13 +83,12 @@ def main():
     for last_blocks in (1, 0):
         compiled = sparse(dense_last_blocks=last_blocks)
         for kind, ids in texts.items():
-            recorder = BlockRecorder(-(-args.length // 128))
-            with observe(recorder):
+            with crisp_flex.record(model=compiled) as recorded:
                 got = prompt_step(compiled, ids, POSITIONS)[0]
             emit(
                 row="kl", text=kind, length=len(ids), dense_last_blocks=last_blocks,
                 kl=kl(dense[kind], got), top1=top1_agreement(dense[kind], got),
-                density=recorder.density,
+                density=recorded.density,
             )  # fmt: skip
         if last_blocks == 0:
             continue

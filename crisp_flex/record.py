@@ -237,11 +237,12 @@ class Record:
             ) from error
         return pandas.DataFrame([row.to_dict() for row in self.rows])
 
-    def plot(self, run: int | None = None) -> Figure:
+    def plot(self, run: int | None = None, *, title: str = "") -> Figure:
         """A matplotlib figure: density by layer and head, block maps of some heads, mass kept.
 
         Args:
             run: Number of the run to draw (`row.run`); None is the first.
+            title: Headline; "" makes one.
 
         Raises:
             UnavailableError: matplotlib is not installed.
@@ -253,7 +254,7 @@ class Record:
             raise UnavailableError(
                 "plot needs the package matplotlib: pip install 'crisp-flex[bench]'"
             ) from error
-        return plot(self.of_run(run))
+        return plot(self.of_run(run), title)
 
     def of_run(self, run: int | None = None) -> list[SiteRecord]:
         """The rows of one run, None for the first.

@@ -136,6 +136,21 @@ def test_rows_of_a_model_are_named_by_its_modules_and_generate_makes_them_once(w
     assert all(name in rec.summary() for name in names)
 
 
+@pytest.mark.parametrize(("calls", "Hq", "maps"), [(1, 1, 1), (2, 2, 4), (6, 9, 12)])
+def test_a_plot_has_the_maps_of_at_most_three_heads_of_four_calls(qkv, tmp_path, calls, Hq, maps):
+    pytest.importorskip("matplotlib")
+    q, k, _ = qkv(Hq=Hq, Hkv=1, Lq=100, D=32)
+    with crisp_flex.record() as rec, run_of(None, (SITE,) * calls):
+        for site in range(calls):
+            torch.ops.crisp_flex.route.default(q, k, None, *params().as_args(), site=site)
+    figure = rec.plot(title="synthetic")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert figure.get_suptitle() == "synthetic"
+    assert sum("head " in title and ": " in title for title in titles) == maps
+    figure.savefig(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_report_is_one_file_without_network(qkv, tmp_path):
     pytest.importorskip("matplotlib")
     q, k, _ = qkv(Lq=200, D=32)

@@ -15,9 +15,9 @@ from crisp_flex.config import BLOCK_SIZE, CrispConfig
 from crisp_flex.demo.errors import DemoError
 from crisp_flex.demo.measure import answer, each_layer, kl, prompt_step, top1_agreement
 from crisp_flex.demo.model import LoadedModel, load
-from crisp_flex.demo.picture import BlockRecorder, save_picture
 from crisp_flex.demo.prompt import Prompt, passkey_prompt
 from crisp_flex.demo.screen import step, write
+from crisp_flex.record import Record
 from crisp_flex.report import RewriteReport
 from crisp_flex.routing.ops import observe
 
@@ -135,10 +135,8 @@ def _compare(
     with step("answering, dense", layers) as advance, each_layer(model, advance):
         dense = answer(model, prompt.ids, positions=positions)
 
-    block_kv = config.tokens_per_block[1]
-    recorder = BlockRecorder(Nkv=(len(prompt.ids) + block_kv - 1) // block_kv)
     crisp_flex.compile(model, config)
-    with step("compiling and answering, sparse"), observe(recorder):
+    with step("compiling and answering, sparse"), crisp_flex.record(model=model) as recorded:
         sparse = answer(model, prompt.ids, positions=positions)
     with step("the sparse prompt step again", layers) as advance, observe(lambda *_: advance()):
         _, _, again_s = prompt_step(model, prompt.ids, positions)
@@ -162,8 +160,8 @@ def _compare(
         positions=positions,
         kl=kl(dense.logits, sparse.logits),
         top1_agreement=top1_agreement(dense.logits, sparse.logits),
-        density=recorder.density if recorder.layers else None,
-        density_by_layer=recorder.density_by_layer,
+        density=recorded.density if recorded.rows else None,
+        density_by_layer=[row.density for row in recorded.rows],
         load_s=load_s,
         dense_prompt_s=dense.prompt_s,
         first_sparse_prompt_s=sparse.prompt_s,
@@ -171,7 +169,7 @@ def _compare(
         sites=len(sites.sites),
         sites_rewritten=len(sites.rewritten),
         reasons=sorted({str(site.rejection) for site in sites.rejected}),
-        picture=_picture(recorder, loaded.name, options),
+        picture=_picture(recorded, loaded.name, options),
     )
 
 
@@ -180,15 +178,15 @@ def first_line(loaded: LoadedModel, ids: list[int]) -> str:
     return str(loaded.tokenizer.decode(ids)).strip().split("\n", 1)[0]
 
 
-def _picture(recorder: BlockRecorder, name: str, options: DemoOptions) -> str | None:
+def _picture(recorded: Record, name: str, options: DemoOptions) -> str | None:
     """The path of the PNG; None where nothing ran sparsely or matplotlib is not installed."""
-    if not recorder.layers or importlib.util.find_spec("matplotlib") is None:
+    if not recorded.rows or importlib.util.find_spec("matplotlib") is None:
         return None
     file = options.output / f"crisp-flex-{options.policy}-{options.length}.png"
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         title = f"{name}, {options.length} tokens, {options.policy} ({options.preset})"
-        save_picture(recorder, title, file)
+        recorded.plot(title=title).savefig(file, dpi=120)
     except OSError as error:
         raise DemoError(f"Cannot write {file} ({error}): choose a folder with --output.") from error
     return str(file.resolve())
