@@ -220,7 +220,7 @@ def parse():
     add("--phases", default=PHASES, help=f"length:share of the time ...; default {PHASES}")
     add("--theta", type=float, default=THETA)
     add("--rank", type=int, default=32)
-    add("--lr", type=float, default=1e-3)
+    add("--lr", type=float, default=5e-4)
     add("--tokens", type=int, default=65536, help="of a step")
     add("--plain", type=int, default=2048, help="positions of ordinary text with a loss")
     add("--plain-weight", type=float, default=0.2)
