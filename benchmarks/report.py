@@ -1,129 +1,104 @@
-"""One HTML file, without any network reference, from the rows of quality.py.
+"""One HTML file, without any network reference, from the rows of quality.py and noise_growth.py.
 
-    python benchmarks/report.py RESULTS.jsonl ... --out report.html
+    python benchmarks/report.py RESULTS.jsonl ... [--out report.html] [--png docs/]
 
-It shows the density-quality frontier as a plot and a table (mean and standard error over windows,
-the texts apart), and retrieval over depth and length, with the 95 % interval of each policy.
+It holds the paper's four claims with a verdict and the number behind it, the density-quality
+frontier (mean and standard error over windows, the texts apart), retrieval over depth and length
+with 95 % intervals and as heat maps, density, c_struct and root JSD of every layer and head, the
+routing agreement, and the blocks that selections keep as the context grows. --png also writes its
+pictures as quality-NAME.png, for README.
 """
 
 import argparse
-import base64
-import html
-import io
 import json
-import math
-import statistics
-from collections import defaultdict
+import re
 from pathlib import Path
+
+import report_frontier
+import report_maps
+import report_noise
+from report_claims import claims
+from report_html import document, heading, image, paragraph, png, table
+
+KINDS = ("text", "task", "routing", "noise")
 
 
 def read_rows(paths):
-    """The rows of all files."""
-    return [json.loads(s) for p in paths for s in Path(p).read_text().splitlines() if s]
+    """The rows of all files, of the kinds that the page shows."""
+    rows = [json.loads(s) for p in paths for s in Path(p).read_text().splitlines() if s]
+    return [r for r in rows if r["row"] in KINDS]
 
 
-def mean_error(values):
-    """Mean and standard error of the mean; the error of one value is NaN."""
-    if len(values) < 2:
-        return values[0], math.nan
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+def pictures(rows):
+    """{name: PNG bytes} of all figures that the rows allow."""
+    figures = {
+        **report_frontier.figures(rows), **report_maps.needle_figures(rows),
+        **report_maps.density_figures(rows), **report_maps.routing_figures(rows),
+        **report_noise.noise_figures(rows),
+    }  # fmt: skip
+    return {name: png(figure) for name, figure in figures.items()}
 
 
-def frontier(rows):
-    """{(model, length, text, dense_last_blocks): [(policy, n, {measure: (mean, error)})]}.
+def page(rows, drawn=None):
+    """The HTML text.
 
-    Policies stand in the order of their density.
+    Args:
+        rows: Of read_rows.
+        drawn: What `pictures` gave for them; None draws.
     """
-    groups = defaultdict(lambda: defaultdict(list))
-    for r in rows:
-        if r["row"] == "text":
-            column = (r["model"], r["length"], r["text"], r["dense_last_blocks"])
-            groups[column][r["policy"]].append(r)
-    measures = ("density", "recall", "kl", "top1", "loss_difference")
-    table = {}
-    for column, policies in groups.items():
-        lines = [
-            (name, len(rs), {m: mean_error([r[m] for r in rs]) for m in measures})
-            for name, rs in policies.items()
-        ]
-        table[column] = sorted(lines, key=lambda line: line[2]["density"][0])
-    return table
+    drawn = pictures(rows) if drawn is None else drawn
 
+    def shown(kind):
+        return [image(data, name) for name, data in drawn.items() if name.split()[0] == kind]
 
-def retrieval(rows):
-    """{(model, policy, task): {(length, depth): (score, low, high, samples)}}."""
-    maps = defaultdict(dict)
-    for r in rows:
-        if r["row"] == "task":
-            cell = (r["score"], *r["wilson"], r["samples"])
-            maps[r["model"], r["policy"], r["task"]][r["length"], r["depth"]] = cell
-    return dict(maps)
-
-
-def _image(figure):
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=110)
-    return f'<img src="data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}">'
-
-
-def _plot(title, lines):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, _, m in lines:
-        axes.plot(m["density"][0], max(m["kl"][0], 1e-7), "o")
-        axes.annotate(name, (m["density"][0], max(m["kl"][0], 1e-7)), fontsize=7)
-    axes.set(title=title, xlabel="kept / visible blocks", ylabel="KL(dense || sparse), nats")
-    axes.set_yscale("log")
-    return _image(figure)
-
-
-def _table(head, lines):
-    cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in line) + "</tr>"
-        for line in lines
+    judged = [(c.name, c.verdict, c.measured, c.paper, c.rule) for c in claims(rows)]
+    head = ("claim", "verdict", "measured here", "paper", "rule")
+    parts = [heading("The paper's claims"), table(head, judged, text=True), *_sources(rows)]
+    sections = (
+        ("Density and quality", "frontier", report_frontier.tables(rows)),
+        ("Retrieval over depth and length", "needle", report_maps.retrieval_tables(rows)),
+        ("Density by layer and head", "density", []),
+        ("Routing", "routing", [report_maps.agreement_table(rows)]),
+        ("Kept blocks as the context grows", "noise", [report_noise.noise_table(rows)]),
     )
-    return f"<table><tr>{cells}</tr>{body}</table>"
+    for title, kind, tables in sections:
+        if shown(kind):
+            parts += [heading(title), *shown(kind), *tables]
+    return document("crisp_flex: selections and quality", parts)
 
 
-def page(rows):
-    """The HTML text."""
-    parts = ["<!doctype html><meta charset=utf-8><title>crisp_flex quality</title>"]
-    parts.append("<style>body{font:14px sans-serif}td,th{padding:2px 8px;text-align:right}</style>")
-    for (model, length, text, last), lines in frontier(rows).items():
-        title = f"{model}, {length} tokens, {text}, dense last blocks: {last}"
-        parts += [f"<h2>{html.escape(title)}</h2>", _plot(title, lines)]
-        names = list(lines[0][2])
-        body = [
-            (name, n, *(f"{m[x][0]:.4f} ± {m[x][1]:.4f}" for x in names)) for name, n, m in lines
-        ]
-        parts.append(_table(("policy", "windows", *names), body))
-    for (model, policy, task), cells in retrieval(rows).items():
-        parts.append(f"<h3>{html.escape(f'{model}, {policy}: {task}')}</h3>")
-        lengths, depths = (sorted({key[i] for key in cells}) for i in (0, 1))
-        body = []
-        for length in lengths:
-            got = [cells.get((length, depth)) for depth in depths]
-            said = [
-                "" if c is None else f"{c[0]:.2f} [{c[1]:.2f}, {c[2]:.2f}], {c[3]}" for c in got
-            ]
-            body.append((length, *said))
-        parts.append(_table(("tokens", *(f"depth {d}" for d in depths)), body))
-    return "\n".join(parts)
+def _sources(rows):
+    names = ("machine", "torch", "triton", "commit", "date")
+    found = {tuple(str(r[n]) for n in names) for r in rows if all(n in r for n in names)}
+    return [
+        paragraph(f"Measured on {machine}, torch {torch}, triton {triton}, {commit}, {date}.")
+        for machine, torch, triton, commit, date in sorted(found)
+    ]
+
+
+def file_name(name):
+    """The PNG's file name of a picture."""
+    return f"quality-{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-')}.png"
 
 
 def main():
-    """Write the page."""
+    """Write the page, and the pictures if asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("results", nargs="+", type=Path, help="JSONL files of quality.py")
+    parser.add_argument("results", nargs="+", type=Path, help="JSONL files")
     parser.add_argument("--out", type=Path, default=Path("report.html"))
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write the pictures there too")
     args = parser.parse_args()
-    args.out.write_text(page(read_rows(args.results)), encoding="utf-8")
+    rows = read_rows(args.results)
+    drawn = pictures(rows)
+    args.out.write_text(page(rows, drawn), encoding="utf-8")
     print(args.out)
+    if args.png:
+        args.png.mkdir(parents=True, exist_ok=True)
+        for name, data in drawn.items():
+            (args.png / file_name(name)).write_bytes(data)
+            print(args.png / file_name(name))
 
 
 if __name__ == "__main__":
