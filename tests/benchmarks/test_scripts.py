@@ -64,6 +64,27 @@ def test_bench_prefill_runs_a_prompt_sparsely(run, tmp_path):
     assert 0 < row["density"] < 0.9
 
 
+@pytest.mark.slow
+def test_bench_record_times_all_five_and_leaves_the_package_as_it_was(run, tmp_path):
+    from crisp_flex import backend
+    from crisp_flex.routing import ops
+
+    before = backend.tracked, ops.RouteCall, ops._shown
+    out = tmp_path / "rows.jsonl"
+    said = run(
+        "bench_record", "--device", "cpu", "--layers", 1, "--hidden", 64, "--intermediate", 64,
+        "--query-heads", 1, "--key-heads", 1, "--length", 512, "--rounds", 1, "--repeats", 1,
+        "--out", out,
+    )  # fmt: skip
+    (row,) = map(json.loads, out.read_text().splitlines())
+    for name in ("off", "on", "read", "audit"):
+        assert row[f"{name}_overhead"] == pytest.approx(
+            row[f"{name}_ms"] / row["none_ms"] - 1, abs=1e-3
+        )
+        assert f"{name} " in said.splitlines()[-1]
+    assert (backend.tracked, ops.RouteCall, ops._shown) == before
+
+
 def test_decoding_continues_a_prompt(module_of):
     small, D = module_of("small_llama"), 32
     widths = small.Widths(hidden=64, intermediate=64, Hq=4, Hkv=2, D=D, layers=2, vocab=200)
