@@ -48,3 +48,15 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "TOO_SHORT": "nothing, or a smaller CrispConfig(min_seqlen=...) to see it run",
     }
 )
+
+
+def backend_ignored(backend: str) -> str:
+    """What to do about a CUDA kernel that was asked for by name, where the tensors are on the CPU.
+
+    Args:
+        backend: "flash" or "triton", as in CrispConfig.
+    """
+    return (
+        f'backend="{backend}" changes nothing on the CPU, which has one kernel: move the model '
+        'with model.to("cuda"), or leave backend out'
+    )

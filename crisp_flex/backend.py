@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from crisp_flex import torch_internals, wrappers
+from crisp_flex.advice import backend_ignored
 from crisp_flex.config import CrispConfig, field_names
 from crisp_flex.errors import ConfigError
 from crisp_flex.graph_run import tracked
@@ -99,6 +100,8 @@ class CrispFlexBackend:
         if any(site.kernel == "CPU" for site in report.rewritten):
             # Inductor's C++ flex template raises where a pointwise epilogue is fused into it
             patches["epilogue_fusion"] = False
+            if self.config.backend != "auto" and len(self.reports) == 1:
+                warnings.warn(f"crisp_flex: {backend_ignored(self.config.backend)}", stacklevel=2)
         compiled = torch_internals.compile_with_inductor(gm, example_inputs, patches)
         return tracked(compiled, self, report)
 

@@ -50,7 +50,7 @@ def explain(
         >>> attend = torch.nn.functional.scaled_dot_product_attention
         >>> q = torch.zeros(1, 2, 256, 16)
         >>> with torch.no_grad():
-        ...     found = crisp_flex.explain(lambda q: attend(q, q, q, is_causal=True), q)
+        ...     found = crisp_flex.explain(attend, q, q, q, is_causal=True)
         >>> [site.rejection.reason.name for site in found.report.rejected]
         ['TOO_SHORT']
     """

@@ -6,7 +6,7 @@ import html
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from crisp_flex.advice import ADVICE
+from crisp_flex.advice import ADVICE, backend_ignored
 from crisp_flex.config import CrispConfig
 from crisp_flex.report import RewriteReport, SiteReport
 
@@ -93,6 +93,8 @@ class Explanation:
             )
         if any(site.kernel == "CPU" for site in sites):
             notes.append("the CPU is for trying things out: right, not fast")
+            if self.config.backend != "auto":
+                notes.append(backend_ignored(self.config.backend))
         notes += [
             f"graph break: {' '.join(reason.split())[:_REASON_CHARACTERS]}"
             for reason in dict.fromkeys(self.breaks)

@@ -1,6 +1,7 @@
 """Config files: data in, a CrispConfig out, and one sentence where they are wrong."""
 
 import doctest
+import importlib
 
 import pytest
 
@@ -10,6 +11,7 @@ from crisp_flex import (
     CrispConfig,
     block_lists,
     config_file,
+    explanation,
     record_audit,
     record_table,
     uncovered,
@@ -55,9 +57,22 @@ def test_a_missing_file_and_a_dict_say_what_to_do(tmp_path):
         crisp_flex.compile(lambda x: x, config={"policy": "dense"})
 
 
+# crisp_flex.explain and crisp_flex.record are functions
+MODULES = [
+    block_lists,
+    config_file,
+    importlib.import_module("crisp_flex.explain"),
+    explanation,
+    importlib.import_module("crisp_flex.record"),
+    record_audit,
+    record_table,
+    uncovered,
+]
+
+
 @pytest.mark.parametrize(
     "module",
-    [block_lists, config_file, record_audit, record_table, uncovered],
+    MODULES,
     ids=lambda module: module.__name__,
 )
 def test_examples_in_docstrings_are_exact(module):

@@ -1,5 +1,7 @@
 """explain: every call with its reading, its reason and what to do; nothing of the model changes."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -50,16 +52,35 @@ def test_text_html_and_data_say_the_same():
     assert {call["reason"] for call in data["calls"]} == {"NEEDS_GRAD"}
 
 
-def test_graph_breaks_are_named_and_dynamo_keeps_nothing():
+def broken(q):
     attend = torch.nn.functional.scaled_dot_product_attention
+    q = attend(q, q, q, is_causal=True)
+    torch._dynamo.graph_break()
+    return attend(q, q, q, is_causal=True)
 
-    def broken(q):
-        q = attend(q, q, q, is_causal=True)
-        torch._dynamo.graph_break()
-        return attend(q, q, q, is_causal=True)
 
+def test_graph_breaks_are_named():
     with torch.no_grad():
         found = crisp_flex.explain(broken, torch.zeros(1, 2, 64, 16), config=CONFIG)
     assert len(found.graphs) == 2
     assert len(found.report.rewritten) == 2
     assert "graph break: " in str(found)
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+    reason="before torch 2.13 graphs behind a graph break stay in the caches",
+)
+def test_what_was_explained_leaves_the_recompile_limit_to_the_model():
+    graphs = []
+
+    def count(gm, _):
+        graphs.append(gm)
+        return gm.forward
+
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        for length in (64, 65, 66):
+            q = torch.zeros(1, 2, length, 16)
+            assert len(crisp_flex.explain(broken, q, config=CONFIG).graphs) == 2
+        torch.compile(broken, backend=count)(torch.zeros(1, 2, 32, 16))
+    assert len(graphs) == 2
