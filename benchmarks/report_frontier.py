@@ -91,5 +91,6 @@ def _panel(ax, column, lines):
     for name, (density, kl) in points.items():
         ax.plot(density, kl, "o", markersize=4)
         ax.annotate(name, (density, kl), fontsize=6, xytext=(3, 3), textcoords="offset points")
+    ax.margins(x=0.15, y=0.1)
     ax.set(xlabel="kept / visible blocks", ylabel="KL(dense || sparse), nats", yscale="log")
     ax.set_title(said(column), fontsize=9)

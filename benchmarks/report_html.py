@@ -57,7 +57,7 @@ def grid(count, columns, *, size):
 
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(size[0] * columns + 1, size[1] * rows + 0.6), layout="constrained")
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows + 0.8), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for unused in axes[count:]:
         unused.set_axis_off()

@@ -14,7 +14,9 @@ def retrieval(rows):
     for r in rows:
         if r["row"] == "task":
             cell = (r["score"], *r["wilson"], r["samples"])
-            maps[r["model"], r["policy"], r["task"]][r["length"], r["depth"]] = cell
+            last = r.get("dense_last_blocks")
+            policy = r["policy"] + (f", dense last blocks: {last}" if last else "")
+            maps[r["model"], policy, r["task"]][r["length"], r["depth"]] = cell
     return dict(maps)
 
 
@@ -66,7 +68,7 @@ def needle_figures(rows):
             ax.set_xticks(range(len(depths)), [f"{d:g}" for d in depths], fontsize=6)
             ax.set_yticks(range(len(lengths)), [f"{n / 1024:g}k" for n in lengths], fontsize=6)
             ax.set_title(f"{key[1]}\n{key[0]}", fontsize=7)
-        figure.colorbar(drawn, ax=list(axes), shrink=0.5, label="score; across: depth")
+        _scale(figure, drawn, axes, "score; down: tokens, across: depth")
         result[f"needle {model}"] = figure
     return result
 
@@ -106,7 +108,7 @@ def routing_figures(rows):
             for r in rs
             for name, said in (("c_struct", "c_struct"), ("root_jsd", "root JSD"))
         ]
-        result[f"routing {model}"] = _heads(panels, "c_struct, root JSD in nats^.5", "magma")
+        result[f"routing {model}"] = _heads(panels, "c_struct and root JSD", "magma")
     return result
 
 
@@ -118,8 +120,12 @@ def _heads(panels, label, colours):
         ax.set_yticks(range(0, len(layers), step), layers[::step], fontsize=6)
         ax.tick_params(axis="x", labelsize=6)
         ax.set_title(title, fontsize=7)
-    figure.colorbar(drawn, ax=list(axes), shrink=0.5, label=f"{label}; down: layer, across: head")
+    _scale(figure, drawn, axes, f"{label}; down: layer, across: head")
     return figure
+
+
+def _scale(figure, drawn, axes, label):
+    figure.colorbar(drawn, ax=list(axes), location="bottom", aspect=50, pad=0.01, label=label)
 
 
 def agreement_table(rows):
