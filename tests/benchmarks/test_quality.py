@@ -130,6 +130,27 @@ def test_what_this_version_does_not_know_is_said_and_left_out(module_of):
     ]  # fmt: skip
 
 
+def test_quick_is_small_and_options_win_over_it(module_of):
+    quality, rows = module_of("quality"), module_of("quality_rows")
+
+    def plan(*arguments):
+        args = quality.parser_of().parse_args(arguments)
+        return args, quality.plan_of(args, "m", "float32", "masked")
+
+    args, quick = plan("--quick")
+    assert args.adapter is None
+    assert quick.lengths == (2048,)
+    # two texts: three policies and routing; one task: dense and three policies
+    assert rows.count_rows(quick) == 2 * 4 + 4
+    args, small = plan("--quick", "--policies", "streaming", "--lengths", "512", "--adapter")
+    assert args.adapter == str(module_of("long_context_model").ADAPTER)
+    assert [s.name for s in small.selections] == ["streaming"]
+    assert small.lengths == (512,)
+    _, full = plan("--selector", "quality_texts:windows")
+    assert full.selections[-1].select is module_of("quality_texts").windows
+    assert full.samples >= 20
+
+
 def test_gemma_is_joined_from_its_packages_or_refused(module_of, tmp_path):
     gemma, errors = module_of("quality_gemma"), importlib.import_module("crisp_flex.demo.errors")
     name = gemma.PACKAGE.replace("-", "_")
