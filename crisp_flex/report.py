@@ -39,12 +39,12 @@ class Reason(Enum):
     MASK_NOT_CAUSAL = "attn_mask was read and is not causal"
     MASK_OFFSET = "attn_mask is causal, but where the queries stand among the keys is not proved"
     MASK_WINDOW = "attn_mask has a sliding window of a width that is not known"
-    MASK_CHUNKS = "attn_mask separates chunks of positions"
-    MASK_DOCUMENTS = "attn_mask separates packed documents"
+    MASK_CHUNKS = "attn_mask separates chunks of positions in a way that is not proved"
+    MASK_DOCUMENTS = "attn_mask separates packed documents in a way that is not proved"
     MASK_KV_LIMIT = "attn_mask hides keys at the end that the queries would reach"
     MASK_UNREAD = "a part of attn_mask could not be proved to mean anything known"
     CPU_DYNAMIC_PADDING = (
-        "a padding mask with a dynamic batch or length does not compile on the CPU"
+        "padding or packing with a dynamic batch or length does not compile on the CPU"
     )
     CPU_SINKS = "attention sinks need the log-sum-exp, which Inductor's CPU kernel does not give"
     CAP_UNKNOWN = "the soft cap on the logits is no positive number"

@@ -20,6 +20,7 @@ from crisp_flex.passes.match import SdpaSite
 from crisp_flex.passes.node_ops import shape_of, size_expr, tensor_of, value_of
 from crisp_flex.passes.placement import Placement, place
 from crisp_flex.passes.size_nodes import can_build
+from crisp_flex.passes.token_ids import can_build_ids
 from crisp_flex.report import Reason, Rejection
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -154,18 +155,23 @@ def _meaning(call: _Call) -> Iterator[Rejection]:
         yield Rejection(Reason.MASK_UNREAD, mask.describe())
     elif not mask.causal:
         yield Rejection(Reason.MASK_NOT_CAUSAL, mask.describe())
-    elif mask.chunk:
-        yield Rejection(Reason.MASK_CHUNKS, mask.describe())
-    elif mask.documents:
-        yield Rejection(Reason.MASK_DOCUMENTS, mask.describe())
+    elif len(mask.same) > 1:
+        yield _separates(mask)
+
+
+def _separates(mask: MaskSpec) -> Rejection:
+    return Rejection(
+        Reason.MASK_DOCUMENTS if mask.documents else Reason.MASK_CHUNKS, mask.describe()
+    )
 
 
 def _length(call: _Call) -> Iterator[Rejection]:
     q, k, v, mask = call.q, call.k, call.v, call.mask
     Lq, Lkv, Lv = q.shape[2], k.shape[2], v.shape[2]
-    source = None if mask is None or not mask.padding else tensor_of(mask.padding[0].source)
-    if source is not None and q.device.type == "cpu":
-        sizes = [size for t in (q, k, v, source) for size in t.shape]
+    if mask is not None and (mask.padding or mask.same) and q.device.type == "cpu":
+        read = [tensor_of(load.source) for load in mask.padding]
+        read += [tensor_of(node) for same in mask.same for _, node in same.sources]
+        sizes = [size for t in (q, k, v, *read) if t is not None for size in t.shape]
         if not all(isinstance(size, int) for size in sizes):
             yield Rejection(Reason.CPU_DYNAMIC_PADDING, f"B={q.shape[0]}, Lq={Lq}")
     if not statically_known_true(Lkv == Lv) and not bool(Lkv == Lv):
@@ -202,6 +208,15 @@ def _place(call: _Call) -> Placement | Rejection:
     graph = call.site.node.graph
     if placed.cut and not can_build(graph, placed.Lkv):
         return Rejection(Reason.MASK_OFFSET, reading)
+    if placed.same is not None and call.mask is not None:
+        sources = dict(placed.same.sources)
+        devices = {
+            tensor.device for node in sources.values() if (tensor := tensor_of(node)) is not None
+        }
+        needed = [placed.same.of_query, placed.same.of_key, placed.Lkv]
+        needed += [size_expr(call.q.shape[dim]) for dim in (0, 2)]
+        if devices - {call.q.device} or not all(can_build_ids(graph, x, sources) for x in needed):
+            return _separates(call.mask)
     if placed.padding is not None:
         start, sizes = placed.padding.kv_offset, torch_internals.Sizes(call.q)
         rows, width = shape_of(placed.padding.source)

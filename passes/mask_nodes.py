@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,11 +13,14 @@ from torch import fx
 
 from crisp_flex import torch_internals
 from crisp_flex.config import CrispConfig
+from crisp_flex.passes.mask_spec import SameIds
 from crisp_flex.passes.match import SdpaSite
 from crisp_flex.passes.node_ops import size_expr
 from crisp_flex.passes.placement import Placement
 from crisp_flex.passes.size_nodes import size_node
 from crisp_flex.passes.sparse_call import fake_tensor, size_of
+from crisp_flex.passes.token_ids import TokenIds
+from crisp_flex.routing import segments as segments_op  # noqa: F401  (registers the operator)
 from crisp_flex.routing import window as window_ops  # noqa: F401  (registers the operators)
 
 
@@ -107,9 +111,52 @@ class MaskNodes:
                 torch.ops.crisp_flex.window.default, arguments, {"q_offset": q_offset}
             ),
         )
+        return self._parts("window", routed)
+
+    def ids(self, site: SdpaSite, placed: Placement, same: SameIds) -> tuple[fx.Node, fx.Node]:
+        """[B, Lq] and [B, Lkv] int64: the ids that must be equal, read where the mask stood."""
+        query = fake_tensor(site.query)
+        B, Lq = (size_expr(query.shape[dim]) for dim in (0, 2))
+
+        def make(tokens: sympy.Expr, expr: sympy.Expr) -> fx.Node:
+            with self.graph.inserting_before(site.attn_mask):
+                made = TokenIds(self.graph, B, tokens, query.device, dict(same.sources))
+                return made.build(expr)
+
+        q_ids, k_ids = (
+            self._once(
+                ("ids", site.attn_mask, B, tokens, expr), functools.partial(make, tokens, expr)
+            )
+            for tokens, expr in ((Lq, same.of_query), (placed.Lkv, same.of_key))
+        )
+        return q_ids, k_ids
+
+    def segments(
+        self,
+        site: SdpaSite,
+        placed: Placement,
+        key: fx.Node,
+        key_valid: fx.Node | None,
+        ids: tuple[fx.Node, fx.Node],
+        q_offset: fx.Node | None,
+        config: CrispConfig,
+    ) -> list[fx.Node]:
+        """The block lists of a site with ids, as `crisp_flex::segments` gives them."""
+        blocks = (placed.window, *config.tokens_per_block)
+        routed = self._once(
+            ("segments", key_valid, ids, q_offset, *blocks),
+            lambda: self.graph.call_function(
+                torch.ops.crisp_flex.segments.default,
+                (site.query, key, key_valid, *ids, *blocks),
+                {"q_offset": q_offset},
+            ),
+        )
+        return self._parts("segments", routed)
+
+    def _parts(self, name: str, routed: fx.Node) -> list[fx.Node]:
         return [
             self._once(
-                ("window", routed, i),
+                (name, routed, i),
                 lambda i=i: self.graph.call_function(operator.getitem, (routed, i)),  # type: ignore[misc]
             )
             for i in range(3)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import sympy
 
+from crisp_flex.passes.mask_formula import K, Q
 from crisp_flex.passes.node_ops import tensor_of
 
 if TYPE_CHECKING:
@@ -36,25 +37,67 @@ class PaddingLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class SameIds:
+    """The mask lets (b, h, q, k) through only if two ids are equal: of a document, of a chunk.
+
+    Args:
+        of_query: The query's id, an integer expression of b, q, sizes and elements of tensors.
+        of_key: The key's, of b, k and the like.
+        sources: The tensor behind each symbol and function for a loaded element, by name.
+    """
+
+    of_query: sympy.Expr
+    of_key: sympy.Expr
+    sources: tuple[tuple[str, fx.Node], ...] = ()
+
+    def own_key_has_it(self, q_offset: sympy.Expr) -> bool:
+        """Whether it is proved that the key at a query's own position has the query's id."""
+        moved, own = self.of_query.xreplace({Q: K - q_offset}), self.of_key
+        return bool(sympy.expand(_quotient(moved) - _quotient(own)) == 0)
+
+    def chunk_size(self, q_offset: sympy.Expr) -> int | None:
+        """C where both ids are the same floor(x / C) + n of a position x, so that ids differ
+        where positions are C apart; else None.
+        """
+        if not self.own_key_has_it(q_offset):
+            return None
+        position, size = _quotient(self.of_key).as_numer_denom()
+        if self.of_key.func is not sympy.floor and not self.of_key.is_Add:
+            return None
+        if not size.is_Integer or size == 1 or K in sympy.expand(position - K).free_symbols:
+            return None
+        return int(size)
+
+
+def _quotient(ids: sympy.Expr) -> sympy.Expr:
+    """x / C of ids = floor(x / C) + n, n put into x; ids of another form as they are."""
+    floors = ids.atoms(sympy.floor)
+    if len(floors) != 1:
+        return ids
+    (floor,) = floors
+    rest = sympy.expand(ids - floor)
+    return sympy.expand(floor.args[0] + rest) if rest.is_Integer else ids
+
+
+@dataclass(frozen=True, slots=True)
 class MaskSpec:
     """A mask over (b, h, q, k) as a conjunction; the default is the all-true mask.
 
-    An empty `other` and no flag among chunk, documents and by_position: the mask is exactly the
-    conjunction of the rest.  Otherwise the rest is necessary, but not sufficient, for visibility.
+    An empty `other` and by_position not set: the mask is exactly the conjunction of the rest.
+    Otherwise the rest is necessary, but not sufficient, for visibility.
     Expressions are integers over shape symbols and over the symbols named in `symbols`.
 
     Args:
         causal: k <= q + q_offset.
         q_offset: Position of query 0 minus position of key 0, in tokens; 0 unless causal.
         window: k > q + q_offset - window, in tokens, the query's own among them.
-        chunk: Query and key lie in the same chunk of positions.
+        same: Ids that are equal for query and key: chunks of positions, packed documents.
         padding: Keys that a 2-D tensor marks as valid.
-        documents: Query and key lie in the same packed document.
         kv_limit: k < kv_limit.
         by_position: k is at most a position that is read from a tensor at run time.
         other: The text of each conjunct that was not read.
-        volatile: Tensors read by padding, q_offset, window or kv_limit that a later node changes in
-            place: their values hold where the mask stands in the graph, and only there.
+        volatile: Tensors read by padding, same, q_offset, window or kv_limit that a later node
+            changes in place: their values hold where the mask stands in the graph, and only there.
         finite: What is hidden is hidden by a finite number, the minimum of an additive dtype:
             a row that sees nothing then has equal weights, where it gives 0 otherwise.
         symbols: The nodes behind the free symbols of q_offset, window, kv_limit and kv_offset; a
@@ -64,15 +107,24 @@ class MaskSpec:
     causal: bool = False
     q_offset: sympy.Expr = ZERO
     window: sympy.Expr | None = None
-    chunk: bool = False
+    same: tuple[SameIds, ...] = ()
     padding: tuple[PaddingLoad, ...] = ()
-    documents: bool = False
     kv_limit: sympy.Expr | None = None
     by_position: bool = False
     other: tuple[str, ...] = ()
     volatile: tuple[fx.Node, ...] = ()
     finite: bool = False
     symbols: tuple[tuple[sympy.Symbol, fx.Node], ...] = ()
+
+    @property
+    def chunk(self) -> bool:
+        """Whether query and key must lie in the same chunk of positions."""
+        return any(same.of_key.has(sympy.floor) for same in self.same)
+
+    @property
+    def documents(self) -> bool:
+        """Whether query and key must lie in the same packed document."""
+        return any(not same.of_key.has(sympy.floor) for same in self.same)
 
     @property
     def is_plain_causal(self) -> bool:
@@ -82,7 +134,7 @@ class MaskSpec:
             and self.q_offset == 0
             and self.window is None
             and self.kv_limit is None
-            and not (self.chunk or self.documents or self.by_position)
+            and not (self.same or self.by_position)
             and not (self.other or self.volatile)
             and len(self.padding) <= 1
             and all(load.kv_offset == 0 for load in self.padding)
@@ -91,7 +143,8 @@ class MaskSpec:
     @property
     def rows_see_something(self) -> bool:
         """Whether it is proved of every query that its own key is visible, if it has one."""
-        return self.causal and not (
+        own = all(same.own_key_has_it(self.q_offset) for same in self.same)
+        return (self.causal and own) and not (
             self.padding or self.kv_limit is not None or self.tensors(self.q_offset)
         )
 
@@ -99,7 +152,7 @@ class MaskSpec:
     def may_capture(self) -> bool:
         """Whether the kernel's mask_mod may have to read a tensor, or lists with one head."""
         sized = not self.q_offset.is_Integer
-        return sized or bool(self.padding) or self.window is not None
+        return sized or bool(self.padding or self.same) or self.window is not None
 
     def tensors(self, expr: sympy.Expr) -> dict[sympy.Symbol, fx.Node]:
         """The symbols of expr that stand for an element of a tensor, not for a size."""

@@ -119,6 +119,7 @@ def _builds_up(node: fx.Node, storage: int, family: set[fx.Node]) -> bool:
 def written_later(spec: MaskSpec, mask: fx.Node) -> MaskSpec:
     """spec with `volatile` filled in: its tensors that are written to behind mask."""
     sources = [load.source for load in spec.padding] + [node for _, node in spec.symbols]
+    sources += [node for same in spec.same for _, node in same.sources]
     storages = {storage_of(node) for node in sources} - {None}
     if not storages:
         return spec

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from crisp_flex import torch_internals
-from crisp_flex.passes.mask_spec import MaskSpec, PaddingLoad
+from crisp_flex.passes.mask_formula import K
+from crisp_flex.passes.mask_spec import MaskSpec, PaddingLoad, SameIds
 from crisp_flex.passes.node_ops import tensor_of
 from crisp_flex.report import Reason, Rejection
 
@@ -24,7 +25,7 @@ class Placement:
     """The mask of a site that is rewritten.
 
     Query i stands at position i + Lkv - Lq among the first Lkv keys; sees none behind itself, none
-    that is padding, and if there is a window none before it.
+    that is padding, none of another id, and if there is a window none before it.
 
     Args:
         Lkv: Keys that any query may see: a number or an expression over sizes.
@@ -34,6 +35,7 @@ class Placement:
         moved_by: See moved.
         window: Keys that a query sees, itself among them; None for no limit.
         padding: Which keys are there; None for all.
+        same: Ids that must be equal; where they are chunks, window is at most a chunk.
     """
 
     Lkv: sympy.Expr
@@ -42,6 +44,7 @@ class Placement:
     moved_by: int = 0
     window: int | None = None
     padding: PaddingLoad | None = None
+    same: SameIds | None = None
 
 
 def place(
@@ -90,6 +93,14 @@ class _Placer:
         window = self._window(length)
         if isinstance(window, Rejection):
             return window
+        same = self.mask.same[0] if self.mask.same else None
+        if same is not None and (size := same.chunk_size(self.mask.q_offset)) is not None:
+            if self.sizes.hold(sympy.Le(length, size)):
+                # K / C alone: there is one chunk, and all are in it
+                alone = moved is None and same.of_key == sympy.floor(K / size)
+                same = None if alone else same
+            else:
+                window = size if window is None else min(window, size)
         tensor, plus = moved if moved is not None else (None, 0)
         return Placement(
             Lkv=length,
@@ -98,6 +109,7 @@ class _Placer:
             moved_by=plus,
             window=window,
             padding=self.mask.padding[0] if self.mask.padding else None,
+            same=same,
         )
 
     def _moved(self) -> tuple[fx.Node, int] | Rejection | None:

@@ -92,9 +92,13 @@ def plan_call(
     at = offset if isinstance(offset, fx.Node) else None
     q_offset = at if placed.moved is not None else None
     lists = None
-    if placed.window is not None:
+    ids: tuple[fx.Node, ...] = ()
+    if placed.same is not None:
+        ids = pair = masks.ids(site, placed, placed.same)
+        lists = masks.segments(site, placed, key, key_valid, pair, q_offset, config)
+    elif placed.window is not None:
         lists = masks.window(site, placed, key, key_valid, q_offset, config)
-    captured = tuple(node for node in (at, key_valid) if node is not None)
+    captured = tuple(node for node in (at, key_valid, *ids) if node is not None)
     D, Lq = int(q.shape[3]), size_expr(q.shape[2])
     kernel = flex_hop.choose_kernel(
         q.device,
@@ -139,6 +143,7 @@ def plan_call(
             offset=offset if isinstance(offset, int) else None,
             window=placed.window,
             padded=key_valid is not None,
+            same=placed.same is not None,
         ),
         lists=lists,
         partial=partial,

@@ -22,7 +22,7 @@ from crisp_flex.passes.mask_formula import (
     Q,
     Unread,
 )
-from crisp_flex.passes.mask_spec import MaskSpec, PaddingLoad
+from crisp_flex.passes.mask_spec import MaskSpec, PaddingLoad, SameIds
 from crisp_flex.passes.node_ops import shape_of, size_expr, value_of
 
 
@@ -51,7 +51,8 @@ class _Reader:
         self.lower: list[tuple[sympy.Expr, str]] = []
         self.limits: list[tuple[sympy.Expr, str]] = []
         self.padding: list[PaddingLoad] = []
-        self.by_position = self.chunk = self.documents = False
+        self.same: list[SameIds] = []
+        self.by_position = False
         self.other: list[str] = []
 
     def read(self, formula: Formula) -> MaskSpec:
@@ -112,17 +113,20 @@ class _Reader:
         return by_position
 
     def _read_equal(self, left: sympy.Expr, right: sympy.Expr) -> bool:
-        """The same chunk (of positions) or the same document for query and key."""
-        for side, other in ((left, right), (right, left)):
-            if not side.has(Q) or side.has(K) or not other.has(K) or other.has(Q):
-                continue
-            if isinstance(left, sympy.floor) and isinstance(right, sympy.floor):
-                self.chunk = True
-                return True
-            if _loads(side) and sympy.expand(side.xreplace({Q: K}) - other) == 0:
-                self.documents = True
+        """An id of the query equals an id of the key: of a chunk of positions, of a document."""
+        for of_query, of_key in ((left, right), (right, left)):
+            indices = (side.free_symbols & set(INDICES) for side in (of_query, of_key))
+            if [found - {B} for found in indices] == [{Q}, {K}]:
+                same = SameIds(of_query, of_key, self._sources_of(of_query, of_key))
+                if same not in self.same:
+                    self.same.append(same)
                 return True
         return False
+
+    def _sources_of(self, *exprs: sympy.Expr) -> tuple[tuple[str, fx.Node], ...]:
+        names = {str(s) for expr in exprs for s in expr.free_symbols}
+        names |= {str(load.func) for expr in exprs for load in _loads(expr)}
+        return tuple((name, self.sources[name]) for name in sorted(names & self.sources.keys()))
 
     def _read_load(self, element: Element) -> bool:
         """source[b, k + offset], or source[0, k + offset] of a source with one row."""
@@ -159,8 +163,7 @@ class _Reader:
         """One bound of each kind, or none and the statements in other."""
         spec = MaskSpec(
             padding=tuple(self.padding),
-            chunk=self.chunk,
-            documents=self.documents,
+            same=tuple(self.same),
             by_position=self.by_position,
         )
         upper, lower, limits = (

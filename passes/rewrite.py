@@ -34,7 +34,8 @@ from crisp_flex.uncovered import UncoveredGuard
 class Rewritten:
     """What a site became: kernel ("FLASH", "TRITON" or "CPU"), policy, number of head groups.
 
-    The policy is "window" where all blocks of a sliding window are kept; last_blocks_apart query
+    The policy is "window" where all blocks of a sliding window are kept, "segments" where all of a
+    query's document or chunk are; last_blocks_apart query
     blocks at the end go by `write_last_rows`; selection is "kernels" (Triton), "reference" (plain
     PyTorch) or "" where nothing is selected.
     """
@@ -157,7 +158,8 @@ class Rewriter:
         out.meta = dict(site.node.meta)
         site.node.replace_all_uses_with(out)
         graph.erase_node(site.node)
-        policy = config.policy if call.lists is None else "window"
+        exact = "window" if placed.same is None else "segments"
+        policy = config.policy if call.lists is None else exact
         blocks = config.dense_last_blocks if apart else 0
         return Rewritten(call.kernel, policy, len(groups), blocks, _selection(call, q, k))
 

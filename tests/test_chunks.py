@@ -165,6 +165,24 @@ def test_a_window_equals_dense(past, padded, qkv):
     assert got.isfinite().all()
 
 
+def test_packed_documents_equal_dense(qkv):
+    """Through Inductor: here the lists count, not only the mask."""
+
+    def packed(q, k, v, ids):
+        tokens = torch.arange(ids.shape[1], device=ids.device)
+        mask = (tokens <= tokens[:, None]) & (ids[:, None, :, None] == ids[:, None, None, :])
+        return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
+
+    q, k, v = qkv(B=2, Lq=300, D=32)
+    tokens = torch.arange(300)
+    ids = torch.stack([tokens // 70, tokens // 40 % 2])  # the second row's documents come back
+    backend = CrispFlexBackend(SPARSE)
+    got = torch.compile(packed, backend=backend, dynamic=False)(q, k, v, ids)
+    ((site,),) = (report.sites for report in backend.reports.values())
+    assert (site.policy, site.mask) == ("segments", "causal + documents")
+    assert relative_error(got, packed(q, k, v, ids)) < 2e-6
+
+
 def test_windows_of_many_lengths_take_one_graph_and_a_wide_one_is_none(qkv):
     backend = CrispFlexBackend(SPARSE)
     fn = torch.compile(chunk, backend=backend, dynamic=True, fullgraph=True)

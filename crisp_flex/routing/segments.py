@@ -79,14 +79,11 @@ def segment_lists(
 
 def _id_range(ids: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """[B, N] each: the least and the greatest id of each block of ids [B, L]."""
-    ends = torch.iinfo(ids.dtype)
-    tail = (0, -ids.shape[1] % block)
-
-    def blocked(fill: int) -> Tensor:
-        padded = torch.nn.functional.pad(ids, tail, value=fill)
-        return padded.view(ids.shape[0], -1, block)
-
-    return blocked(ends.max).amin(-1), blocked(ends.min).amax(-1)
+    L = ids.shape[1]
+    # a short last block repeats its last id
+    tokens = torch.arange(-(-L // block) * block, device=ids.device).clamp(max=L - 1)
+    blocked = ids[:, tokens].view(ids.shape[0], -1, block)
+    return blocked.amin(-1), blocked.amax(-1)
 
 
 @torch.library.register_fake("crisp_flex::segments")

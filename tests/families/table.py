@@ -16,7 +16,8 @@ _HEAD = """# What crisp_flex does with which model and call
 Written by `python -m tests.families.table [FAMILY ...]` (transformers {transformers}, torch
 {torch}): a tiny random model of each family with two attention layers, a prompt of 96 tokens,
 `min_seqlen=32`, windows of 24 tokens, static shapes. "2 sparse": both calls are routed. "window":
-all blocks of the sliding window are kept, which is exact. "dense": the call stays as it was, with
+all blocks of the sliding window are kept, which is exact; "segments": all of the chunk (of 32
+positions) are. "dense": the call stays as it was, with
 its Reason. In every cell the logits of the rows that people read equal those of the model alone
 (policy `dense`; the largest relative difference is {error:.0e}).
 

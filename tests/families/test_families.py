@@ -67,8 +67,8 @@ def test_the_table_has_every_cell():
 def test_a_wrong_mask_would_show(family, call, monkeypatch):
     """The check is sharp: with a mask_mod that is causal from the first key on, logits differ."""
 
-    def careless(*, offset, window, padded):
-        right = mask_mods.mask_mod(offset=offset, window=window, padded=padded)
+    def careless(*, offset, window, padded, same):
+        right = mask_mods.mask_mod(offset=offset, window=window, padded=padded, same=same)
         if offset is None or padded:
             captured = (None,) * ((offset is None) + padded)
             wrong = {1: lambda b, h, q, kv, x: q >= kv, 2: lambda b, h, q, kv, x, y: q >= kv}

@@ -2,9 +2,11 @@
 
 import sympy
 import torch
+from sympy.core.function import AppliedUndef
 from torch import nn
 
 from crisp_flex.passes.lift_mask import lift_mask
+from crisp_flex.passes.mask_formula import INDICES, K, Q
 
 SDPA = nn.functional.scaled_dot_product_attention
 B, L = 2, 12
@@ -76,6 +78,11 @@ def meaning(spec, seen, shape):
         mask &= k > q + offset - number(spec.window, spec, seen)
     if spec.kv_limit is not None:
         mask &= k < number(spec.kv_limit, spec, seen)
+    for same in spec.same:
+        mask &= (
+            _ids(same.of_query, spec, same, seen, shape)[:, None, :, None]
+            == (_ids(same.of_key, spec, same, seen, shape)[:, None, None, :])
+        )
     for load in spec.padding:
         source = seen[load.source] != 0
         assert source.dim() == 2
@@ -86,9 +93,25 @@ def meaning(spec, seen, shape):
     return mask
 
 
+def _ids(expr, spec, same, seen, shape):
+    """[B, L] the ids that an expression of b and of q or k has, element by element."""
+    rows, of_query = shape[0], Q in expr.free_symbols
+    loaded = {name: seen[node] for name, node in same.sources}
+
+    def at(b, position):
+        found = expr.xreplace({INDICES[0]: sympy.Integer(b), Q: position, K: position})
+        while loads := found.atoms(AppliedUndef):
+            load = next(x for x in loads if not any(y.atoms(AppliedUndef) for y in x.args))
+            found = found.xreplace({load: sympy.Integer(int(loaded[str(load.func)][load.args]))})
+        return number(found.subs({x: int(y) for x, y in loaded.items() if not y.dim()}), spec, seen)
+
+    length = shape[2] if of_query else shape[3]
+    return torch.tensor([[at(b, sympy.Integer(i)) for i in range(length)] for b in range(rows)])
+
+
 def is_exact(spec):
     """Whether spec claims to be the whole mask, and not just a part of it."""
-    return not (spec.other or spec.chunk or spec.documents or spec.by_position)
+    return not (spec.other or spec.by_position)
 
 
 def record_mask(build, *inputs, Lq=L, Lkv=L, dynamic=None):

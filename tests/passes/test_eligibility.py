@@ -77,7 +77,9 @@ def documents(q, k, v, ids):
     batch = torch.arange(1)[:, None, None, None]
     query = torch.arange(L)[None, None, :, None]
     key = torch.arange(L)[None, None, None, :]
-    mask = (key <= query) & (ids[batch, query] == ids[batch, key])
+    mask = key <= query
+    for row in range(ids.shape[0]):
+        mask = mask & (ids[batch + row, query] == ids[batch + row, key])
     return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
 
 
@@ -144,10 +146,15 @@ REFUSED = {
     Reason.MASK_NOT_CAUSAL: (masked(lambda q, k: q <= k), qkv(), CONFIG, None),
     Reason.MASK_OFFSET: (behind_the_keys, qkv(Lq=L, Lkv=L + 64), CONFIG, None),
     Reason.MASK_WINDOW: (window_of_unknown_width, (*qkv(), torch.tensor(64)), CONFIG, None),
-    Reason.MASK_CHUNKS: (masked(lambda q, k: (k <= q) & (k // 64 == q // 64)), qkv(), CONFIG, None),
+    Reason.MASK_CHUNKS: (
+        masked(lambda q, k: (k <= q) & (k // 64 == q // 64) & (k // 96 == q // 96)),
+        qkv(),
+        CONFIG,
+        None,
+    ),
     Reason.MASK_DOCUMENTS: (
         documents,
-        (*qkv(), torch.arange(L)[None] // 100),
+        (*qkv(), torch.stack([torch.arange(L) // 100, torch.arange(L) // 128])),
         CONFIG,
         None,
     ),

@@ -49,7 +49,6 @@ NOT_READ = {
     "xor": lambda q, k: (columns(k) <= rows(q)) ^ (columns(k) == 0),
     "where": lambda q, k: torch.where(columns(k) <= rows(q), True, columns(k) == 0),
     "not of and": lambda q, k: ~((columns(k) <= rows(q)) & (columns(k) > 2)),
-    "diagonal": lambda q, k: columns(k) == rows(q),
     "without diagonal": lambda q, k: (columns(k) <= rows(q)) & (columns(k) != rows(q) - 1),
     "float positions": lambda q, k: columns(k).float() <= rows(q).float(),
     "int8 positions": lambda q, k: columns(k).to(torch.int8) <= rows(q).to(torch.int8),

@@ -68,7 +68,7 @@ def test_a_short_window_is_short_on_a_gpu(monkeypatch):
                 q, k = torch.empty(1, 1, 640, 8), torch.empty(1, 1, 640 + offset, 8)
                 counts, _, full = torch.ops.crisp_flex.window(q, k, None, window, block_q, block_kv)
                 assert int((counts + full).max()) <= slots
-                monkeypatch.setattr(window_ops, "_slots", lambda *_, slots=slots: slots)
+                monkeypatch.setattr(window_ops, "slots", lambda *_, slots=slots: slots)
                 short = torch.ops.crisp_flex.window(q, k, None, window, block_q, block_kv)
                 monkeypatch.undo()
                 assert short[1].shape[3] == 2 * slots
