@@ -81,7 +81,14 @@ def test_doctor_exits_with_1_without_a_compiler_and_names_traps(monkeypatch, cap
     out = capsys.readouterr().out
     assert "install g++ or set CXX" in out
     assert "TORCH_COMPILE_DISABLE  is set to '1'; torch.compile does nothing" in out
-    assert out.endswith("crisp_flex cannot run here\n")
+    assert out.endswith("crisp_flex cannot run here: put right what is marked fail\n")
+
+
+def test_doctor_fails_where_nothing_is_compiled(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert main(["doctor", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert "TORCHDYNAMO_DISABLE" in [f["what"] for f in findings if f["state"] == "fail"]
 
 
 def test_quality_needs_a_checkout(tmp_path):

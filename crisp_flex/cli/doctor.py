@@ -17,10 +17,14 @@ from crisp_flex.demo.screen import write
 _OLDEST_TORCH = (2, 11)
 _WIDE_HEADS_SHARED_BYTES = 160 * 1024
 # Variables under which nothing is compiled, or kernels run in Python.
+_NOTHING = "torch.compile does nothing, so every call stays dense: unset it"
 _TRAPS = {
-    "TORCH_COMPILE_DISABLE": "torch.compile does nothing, so every call stays dense: unset it",
-    "TORCHDYNAMO_DISABLE": "torch.compile does nothing, so every call stays dense: unset it",
-    "TRITON_INTERPRET": "Triton kernels run in Python, thousands of times slower: unset it",
+    "TORCH_COMPILE_DISABLE": ("fail", _NOTHING),
+    "TORCHDYNAMO_DISABLE": ("fail", _NOTHING),
+    "TRITON_INTERPRET": (
+        "note",
+        "Triton kernels run in Python, thousands of times slower: unset it",
+    ),
 }
 
 
@@ -42,7 +46,10 @@ def run(*, as_json: bool) -> int:
     else:
         width = max(len(finding.what) for finding in found)
         lines = [f"{f.state:4}  {f.what:{width}}  {f.text}" for f in found]
-        write("\n".join([*lines, "crisp_flex cannot run here" if failed else "all set"]))
+        end = "crisp_flex can run here: crisp-flex demo shows it at work"
+        if failed:
+            end = "crisp_flex cannot run here: put right what is marked fail"
+        write("\n".join([*lines, end]))
     return int(failed)
 
 
@@ -54,8 +61,8 @@ def findings() -> list[Finding]:
     else:
         found += _cpu()
     found += [
-        Finding(name, "note", f"is set to {os.environ[name]!r}; {text}")
-        for name, text in _TRAPS.items()
+        Finding(name, state, f"is set to {os.environ[name]!r}; {text}")
+        for name, (state, text) in _TRAPS.items()
         if os.environ.get(name, "0") not in ("", "0")
     ]
     missing = [
@@ -126,7 +133,9 @@ def _flash() -> Finding:
 
 
 def _cpu() -> list[Finding]:
-    found = [Finding("GPU", "note", "none that torch sees: the CPU is right, not fast")]
+    found = [
+        Finding("GPU", "note", "torch sees none; the CPU gives right results, and no speed-up")
+    ]
     compiler = next((c for c in (os.environ.get("CXX"), "g++", "clang++") if c and _path(c)), None)
     if compiler is None:
         text = "none found, and Inductor needs one on the CPU: install g++ or set CXX"
@@ -134,7 +143,9 @@ def _cpu() -> list[Finding]:
     else:
         found.append(Finding("C++ compiler", "ok", str(_path(compiler))))
     if torch_internals.cpu_has_flex():
-        found.append(Finding("CPU kernel", "ok", "Inductor's FlexAttention, selection in PyTorch"))
+        found.append(
+            Finding("CPU kernel", "ok", "FlexAttention in C++; blocks are chosen by plain PyTorch")
+        )
     else:
         text = "FlexAttention does not run on this CPU (AVX2 and Linux are needed): calls are dense"
         found.append(Finding("CPU kernel", "fail", text))
