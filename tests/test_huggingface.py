@@ -116,7 +116,7 @@ def test_the_operator_is_dense_attention_row_part_by_row_part(cap, sinks, qkv, m
         assert relative_error(got, plain) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.long  # the cap itself is checked in the cells above, without a compiler
 def test_a_capped_call_is_sparse_through_inductor(qkv):
     """The blocks are chosen by the uncapped logits; the attention over them is capped."""
     q, k, v = qkv(Lq=300, D=32)

@@ -23,4 +23,4 @@ def test_two_ranks_are_sparse_over_their_own_heads():
     )
     assert run.returncode == 0, run.stdout + run.stderr
     for rank in (0, 1):
-        assert f"rank {rank}: 2 of 2 calls sparse, heads a route [4, 4]" in run.stdout
+        assert f"rank {rank}: 1 of 1 calls sparse, heads a route [4]" in run.stdout
