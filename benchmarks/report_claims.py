@@ -19,6 +19,8 @@ PAPER_AGREEMENT = (0.940, 0.881)
 PROPORTIONAL, CONSTANT = 0.8, 0.2
 # Dense must reach this score on a task at a length for that cell to count.
 DENSE_CAN = 0.5
+# Fewer prompts than this say nothing.
+LEAST_PROMPTS = 20
 # Nats per token that count as no loss.
 LOSS_PARITY = 0.02
 GAMMAS = {"cumulative .9": 0.9, "cumulative .95": 0.95}
@@ -100,7 +102,8 @@ def retrieval_against_gamma(rows):
         "the floor retrieves at least as well as cumulative gamma (RULER)",
         _said(("alpha 1 - gamma .95", got), ("balanced - gamma .95", paired(rows, OURS, GAMMA))),
         verdict,
-        f"paired scores on the same prompts where dense reaches {DENSE_CAN}; reproduced: better by "
+        f"paired scores on the same prompts where dense reaches {DENSE_CAN}, at least "
+        f"{LEAST_PROMPTS}; reproduced: better by "
         "more than one standard error; partly: within one; not: worse by more",
     )
 
@@ -139,7 +142,7 @@ class Paired:
 
 
 def paired(rows, policy, other):
-    """Paired of two policies' scores where dense reaches DENSE_CAN; None below two prompts."""
+    """Paired of two policies' scores where dense reaches DENSE_CAN; None below LEAST_PROMPTS."""
     tasks = [r for r in rows if r["row"] == "task"]
     dense = defaultdict(list)
     for r in tasks:
@@ -156,7 +159,7 @@ def paired(rows, policy, other):
         if cell in theirs and cell[:-2] in able
         for a, b in zip(scores, theirs[cell], strict=True)
     ]
-    if len(differences) < 2:
+    if len(differences) < LEAST_PROMPTS:
         return None
     return Paired(*mean_error(differences), len(differences))
 

@@ -11,7 +11,8 @@ def noise(selection, exponent, structure=0.8):
     return {"row": "noise", "selection": selection, "structure": structure, "exponent": exponent}
 
 
-def task(policy, scores, model="m", depth=0.5):
+def task(policy, scores, model="m", depth=0.5, times=5):
+    scores = scores * times
     return {
         "row": "task", "model": model, "length": 512, "policy": policy, "task": "single",
         "depth": depth, "samples": len(scores), "scores": scores, "dtype": "float32",
@@ -71,15 +72,17 @@ def test_retrieval_against_gamma(module_of, paper, gamma, verdict):
     rows += [task("flexprefill:gamma=.95", [1] * 4, "weak")]
     claim = module_of("report_claims").claims(rows)[2]
     assert claim.verdict == verdict
-    assert "of 4 prompts" in claim.measured
+    assert "of 20 prompts" in claim.measured
 
 
 def test_a_paired_difference_has_its_own_error(module_of):
     module = module_of("report_claims")
     rows = [task("dense", [1, 1, 1, 1]), task("balanced", [1, 1, 0, 1])]
     got = module.paired(rows, "balanced", "dense")
-    assert (got.mean, got.error, got.samples) == pytest.approx((-0.25, 0.25, 4))
+    assert (got.mean, got.error, got.samples) == pytest.approx((-0.25, 0.09934, 20), abs=1e-5)
     assert module.paired(rows, "balanced", "crisp:alpha=1") is None
+    few = [task(name, [1, 1, 1, 1], times=4) for name in ("dense", "balanced")]
+    assert module.paired(few, "balanced", "dense") is None
 
 
 @pytest.mark.parametrize(
