@@ -64,7 +64,7 @@ def test_bench_prefill_runs_a_prompt_sparsely(run, tmp_path):
     assert 0 < row["density"] < 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.long  # two models compiled, 15 s of a core
 def test_bench_record_times_all_five_and_leaves_the_package_as_it_was(run, tmp_path):
     from crisp_flex import backend
     from crisp_flex.routing import ops
