@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+from masked_attention import relative_error
 
 transformers = pytest.importorskip("transformers")
 
 import crisp_flex  # noqa: E402
 from crisp_flex import Reason, mask_mods  # noqa: E402
 from crisp_flex.passes import eligibility, plan  # noqa: E402
+from crisp_flex.passes.pipeline import run_passes  # noqa: E402
 from tests.families import table  # noqa: E402
 from tests.families.cells import CONFIG, run  # noqa: E402
-from tests.families.models import CALLS, FAMILIES  # noqa: E402
+from tests.families.models import CALLS, FAMILIES, make  # noqa: E402
 
 # The calls that differ most; the script that writes the table runs all.
 QUICK = ("left padding", "static second turn")
@@ -45,6 +47,22 @@ def test_the_same_holds_for_dynamic_lengths(family, call, monkeypatch):
     cell = run(family, call, dynamic=True)
     assert cell.error < 1e-5
     assert str(cell) == table.read()[family][call]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Llama 4 text"])
+def test_a_left_padded_row_equals_that_prompt_alone(family):
+    """Positions are relative here, so that those counted from the padding on do not matter."""
+
+    def backend(gm, example_inputs):
+        assert all(site.rewritten for site in run_passes(gm, CONFIG).sites)
+        return gm.forward
+
+    model, call = make(family), CALLS["left padding"](None)
+    with torch.no_grad():
+        got = torch.compile(model, backend=backend, dynamic=False)(**call.kwargs).logits
+        for tokens, valid, row in zip(call.kwargs["input_ids"], call.rows, got, strict=True):
+            alone = model(input_ids=tokens[valid][None], use_cache=False).logits[0]
+            assert relative_error(row[valid], alone) < 1e-5
 
 
 def test_the_table_has_every_cell():
