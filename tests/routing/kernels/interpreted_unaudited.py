@@ -120,7 +120,7 @@ def test_the_divergence_splits_heads_where_the_reference_does(name, monkeypatch)
     estimate = pooled_map(mean_query, mean_key, g.filled[:, None, None], settings.scale)
     roots = crisp.root_jsd(estimate[:, :, 0], measured.p_v)
     threshold = float(roots.min() + roots.max()) / 2
-    monkeypatch.setattr(crisp, "_JSD_THRESHOLD", threshold)
+    monkeypatch.setattr(crisp, "JSD_THRESHOLD", threshold)
     monkeypatch.setattr(crisp_router, "JSD_THRESHOLD", threshold)
     got = pooled(dispatch.route(query, key, key_valid, settings)[3])
     assert torch.equal(got, roots < threshold)
