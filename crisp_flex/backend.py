@@ -93,8 +93,8 @@ class CrispFlexBackend:
         self.reports[f"{inside} {torch_internals.current_compile_id()}".strip()] = report
         if not report.sites and len(self.reports) == 1:
             warnings.warn(
-                "crisp_flex found no scaled_dot_product_attention call in the first graph of this "
-                "model, so nothing in it is sparse; crisp_flex.explain(model, ...) shows the rest",
+                "crisp_flex found no scaled_dot_product_attention call in a graph of this model, "
+                "so nothing in that graph is sparse; crisp_flex.explain(model, ...) shows all",
                 stacklevel=2,
             )
         if any(site.kernel == "CPU" for site in report.rewritten):
@@ -228,7 +228,7 @@ def backend_of(model: Callable[..., Any]) -> CrispFlexBackend | None:
 
 def models_of(owner: object) -> str:
     """The class of the model that a backend compiled, "" where that is not known."""
-    return next((type(model).__name__ for model, it in _backends.items() if it is owner), "")
+    return next((type(model).__name__ for model, it in list(_backends.items()) if it is owner), "")
 
 
 def reports(model: Callable[..., Any]) -> list[RewriteReport]:

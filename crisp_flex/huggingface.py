@@ -97,14 +97,14 @@ def attention_forward(
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+    elif dropout:
+        raise NotImplementedError(
+            'attn_implementation="crisp_flex" has no dropout with a soft cap or sinks: set '
+            'attention_dropout=0, call model.eval(), or train with attn_implementation="eager"'
+        )
     elif torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (query, key, value, s_aux)
     ):
-        if dropout:
-            raise NotImplementedError(
-                'attn_implementation="crisp_flex" has no dropout with a soft cap or sinks: set '
-                'attention_dropout=0, or train with attn_implementation="eager"'
-            )
         first = 0 if causal else None
         args = (query, key, value, attention_mask, s_aux, first, scale, softcap)
         out = huggingface_op.formula(*args)

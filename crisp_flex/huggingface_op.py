@@ -82,8 +82,9 @@ def formula(
     """
     B, Hq, Lq, D = query.shape
     Hkv, Lkv = key.shape[1:3]
-    grouped = query.reshape(B, Hkv, (Hq // Hkv) * Lq, D)
-    logits = (grouped @ key.transpose(-1, -2)).view(B, Hq, Lq, Lkv).float() * scale
+    # scaled before the product, which fp16 might not hold
+    grouped = (query * scale).reshape(B, Hkv, (Hq // Hkv) * Lq, D)
+    logits = (grouped @ key.transpose(-1, -2)).view(B, Hq, Lq, Lkv).float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if first is not None:
@@ -98,7 +99,9 @@ def formula(
         weights = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
     else:
         weights = logits.softmax(-1)
-    weights = weights.nan_to_num(0.0).to(value.dtype)  # a row that sees nothing
+    # a row that sees nothing is 0; one with a NaN of its own stays NaN, as in SDPA
+    unseeing = logits.amax(-1, keepdim=True) == float("-inf")
+    weights = weights.masked_fill(unseeing, 0.0).to(value.dtype)
     return (weights.view(B, Hkv, -1, Lkv) @ value).view(B, Hq, Lq, value.shape[3])
 
 

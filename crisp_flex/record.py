@@ -40,8 +40,8 @@ def record(
     """Collect what each sparse attention call keeps, in all threads, while the block runs.
 
     Inside the model some small device tensors are copied on the device and kept; they are read when
-    the block ends. Only route calls are seen: dense calls, decode steps and windows make no rows,
-    and what a CUDA graph replays (`mode="reduce-overhead"`) is not seen either.
+    the block ends. Only route calls are seen: dense calls, decode steps, windows, chunks and
+    documents make no rows, and what a CUDA graph replays (`mode="reduce-overhead"`) is not seen.
 
     Args:
         audit: Query blocks per call, at least 0, whose true attention mass kept is measured too:

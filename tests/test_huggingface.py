@@ -141,3 +141,21 @@ def test_a_capped_call_is_sparse_through_inductor(qkv):
         want = huggingface_op.formula(q, k, v, mask, None, None, 1.0, 2.0)
     assert relative_error(got, want) < 2e-6
     assert relative_error(got, attention(q, k, v, None, None, True, 1.0, None)) > 0.1
+
+
+def test_a_row_of_nan_stays_nan_and_large_fp16_logits_stay_finite():
+    q = torch.full((1, 2, 4, 128), 30.0, dtype=torch.float16)
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    mask[..., 3, :] = False  # sees nothing
+    v = torch.ones_like(q)
+    bad = q.clone()
+    bad[0, 0, 1] = float("nan")
+    args = (mask, torch.zeros(2), False, 128**-0.5, 50.0)
+    out = torch.ops.crisp_flex.attention.default(bad, q, v, *args)
+    want = torch.ops.crisp_flex.attention.default(q, q, v, *args)
+    assert want.isfinite().all()
+    assert want[:, :, :3].float().min() > 0.99
+    assert (want[:, :, 3] == 0).all()
+    assert out[0, 0, 1].isnan().all()
+    out[0, 0, 1] = want[0, 0, 1]
+    assert torch.equal(out, want)
