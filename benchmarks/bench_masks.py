@@ -11,11 +11,10 @@ is timed in turns in one process.
 
 import argparse
 import gc
-import statistics
 
 import torch
 import torch.nn.functional as F
-from timing import measure, peak_mib, where, write_rows
+from timing import in_turns, medians, peak_mib, where, write_rows
 
 import crisp_flex
 from crisp_flex import CrispConfig, CrispFlexBackend, torch_internals
@@ -114,16 +113,14 @@ def compared(what, calls, args):
     for how, call in calls.items():
         call()
         peaks[how] = peak_mib(call)
-    times = {how: [] for how in calls}
-    for _ in range(args.rounds):
-        for how, call in calls.items():
-            times[how].append(measure(call, warmup=1, repeats=args.repeats)[0])
+    times = in_turns(calls, rounds=args.rounds, repeats=args.repeats)
+    middle = medians(times)
     return [
         {
             "row": what,
             "how": how,
             "length": args.length,
-            "ms": statistics.median(times[how]),
+            "ms": middle[how],
             "ms_rounds": times[how],
             "peak_mib": peaks[how],
         }

@@ -12,12 +12,11 @@ The model: small_llama.py, 8B-like widths.
 """
 
 import argparse
-import statistics
 
 import torch
 from cases import spelled, tokens
-from small_llama import Widths, build, rotations, topic_prompt
-from timing import measure, peak_mib, where, write_rows
+from small_llama import add_widths, build, rotations, topic_prompt, widths_of
+from timing import in_turns, measure, medians, peak_mib, where, write_rows
 
 from crisp_flex import CrispConfig, CrispFlexBackend
 from crisp_flex.routing.ops import observe
@@ -47,17 +46,6 @@ def inputs_of(model, length, decode, w, device):
     return ids[:, -1:], *rotations(length, 1, w.D, device), caches
 
 
-def in_turns(calls, rounds, repeats):
-    """{name: milliseconds}, medians over rounds in which the calls take turns."""
-    times = {name: [] for name in calls}
-    for call in calls.values():
-        measure(call, warmup=2, repeats=1)
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(measure(call, warmup=1, repeats=repeats)[0])
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def density(call):
     """Kept / visible blocks of all layers of one call; None where nothing ran sparsely."""
     sums = torch.zeros(2, dtype=torch.float64)
@@ -81,7 +69,9 @@ def bench(model, compiled, length, decode, w, args):
     if kept is None and not error < MOST_ERROR_DENSE:
         raise SystemExit(f"{length}: dense in both, relative error {error:.2e}, not timed")
     peaks = {f"{name}_peak_mib": round(peak_mib(call), 1) for name, call in calls.items()}
-    times = in_turns(calls, args.rounds, args.repeats)
+    for call in calls.values():
+        measure(call, warmup=2, repeats=1)
+    times = medians(in_turns(calls, rounds=args.rounds, repeats=args.repeats))
     return {
         "row": "short" if kept is None else "prefill", "length": length,
         "step": "decode" if decode else "prompt", "layers": w.layers,
@@ -120,14 +110,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    default = Widths()
     parser.add_argument("--short", action="store_true", help="512, 1k, 4k, and a decode step")
     parser.add_argument("--lengths", nargs="+", default=[8192, 32768], type=tokens)
-    parser.add_argument("--layers", type=int, default=default.layers)
-    parser.add_argument("--hidden", type=int, default=default.hidden)
-    parser.add_argument("--intermediate", type=int, default=default.intermediate)
-    parser.add_argument("--query-heads", type=int, default=default.Hq)
-    parser.add_argument("--key-heads", type=int, default=default.Hkv)
+    add_widths(parser)
     parser.add_argument("--preset", default="balanced")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--min-seqlen", type=int, default=None, help="default: CrispConfig's")
@@ -137,10 +122,7 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", default=None, help="append rows as JSON lines")
     args = parser.parse_args()
-    w = Widths(
-        layers=args.layers, hidden=args.hidden, intermediate=args.intermediate,
-        Hq=args.query_heads, Hkv=args.key_heads,
-    )  # fmt: skip
+    w = widths_of(args)
     dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
     model = build(w, device=args.device, dtype=dtype)
     lengths = SHORT if args.short else args.lengths

@@ -14,13 +14,12 @@ has a row a layer. Targets (issue 6): off nothing that can be measured, on less 
 
 import argparse
 import contextlib
-import statistics
 
 import torch
 from bench_prefill import inputs_of
 from cases import spelled, tokens
-from small_llama import Widths, build
-from timing import measure, where, write_rows
+from small_llama import add_widths, build, widths_of
+from timing import in_turns, medians, where, write_rows
 
 import crisp_flex
 from crisp_flex import CrispConfig, CrispFlexBackend, backend
@@ -43,8 +42,8 @@ def swapped(module, **names):
 
 
 def without_watcher():
-    """While active, the op makes no RouteCall and looks for nobody who watches."""
-    return swapped(ops, RouteCall=lambda *fields: fields[-1], _shown=lambda result: result)
+    """While active, the op looks for nobody who watches."""
+    return swapped(ops, _shown=lambda *fields: fields[-1])
 
 
 def compiled(model, config, arguments):
@@ -88,18 +87,15 @@ def cases_of(model, config, arguments, audit):
 
 def bench(cases, rounds, repeats):
     """{name: milliseconds}, medians over rounds in which the cases take turns."""
-    results, times = {}, {name: [] for name in cases}
+    results = {}
     for name, (context, call) in cases.items():
         with context():
             results[name] = call()
     for name, result in results.items():
         if not torch.equal(result, results["none"]):
             raise SystemExit(f"the logits of {name} are not those of none, not timed")
-    for _ in range(rounds):
-        for name, (context, call) in cases.items():
-            with context():
-                times[name].append(measure(call, warmup=1, repeats=repeats)[0])
-    return {name: statistics.median(found) for name, found in times.items()}
+    within, calls = ({name: case[i] for name, case in cases.items()} for i in range(2))
+    return medians(in_turns(calls, rounds=rounds, repeats=repeats, within=within))
 
 
 def verdict(row):
@@ -117,13 +113,8 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    default = Widths()
     parser.add_argument("--length", default=32768, type=tokens)
-    parser.add_argument("--layers", type=int, default=default.layers)
-    parser.add_argument("--hidden", type=int, default=default.hidden)
-    parser.add_argument("--intermediate", type=int, default=default.intermediate)
-    parser.add_argument("--query-heads", type=int, default=default.Hq)
-    parser.add_argument("--key-heads", type=int, default=default.Hkv)
+    add_widths(parser)
     parser.add_argument("--preset", default="balanced")
     parser.add_argument("--audit", type=int, default=4, help="query blocks a layer")
     parser.add_argument("--rounds", type=int, default=9)
@@ -131,10 +122,7 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", default=None, help="append the row as a JSON line")
     args = parser.parse_args()
-    w = Widths(
-        layers=args.layers, hidden=args.hidden, intermediate=args.intermediate,
-        Hq=args.query_heads, Hkv=args.key_heads,
-    )  # fmt: skip
+    w = widths_of(args)
     dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
     model = build(w, device=args.device, dtype=dtype)
     arguments = inputs_of(model, args.length, 0, w, args.device)

@@ -1,12 +1,11 @@
 """Every dense path that a sparse result is compared with, each checked before it is timed."""
 
 import torch
-import torch.nn.functional as F
 from timing import measure_within
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from crisp_flex import CrispConfig, flex_hop
+from crisp_flex.bench.attention import sdpa_calls
 from crisp_flex.bench.exact import BLOCK, MOST_ERROR, relative_error, wanted_rows
 
 __all__ = [
@@ -64,13 +63,6 @@ def flex_options(kernel, query, block_size):
 def dense_paths(q, k, v, skip=()):
     """{name: a call without arguments} of the dense paths to try on these tensors."""
 
-    def sdpa(backend):
-        def call():
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-        return call
-
     def flex(kernel, block_size=(BLOCK, BLOCK)):
         mask = causal_blocks(q.shape[2], q.device, block_size[1])
         options = flex_options(kernel, q, block_size)
@@ -84,12 +76,10 @@ def dense_paths(q, k, v, skip=()):
         out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
+    sdpa = sdpa_calls(q, k, v)
     if q.device.type == "cpu":
-        return {"sdpa_cpu": sdpa(SDPBackend.FLASH_ATTENTION)}
-    paths = {
-        "sdpa_cudnn": lambda: sdpa(SDPBackend.CUDNN_ATTENTION),
-        "sdpa_flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION),
-    }
+        return {"sdpa_cpu": sdpa["CPU"]}
+    paths = {"sdpa_cudnn": lambda: sdpa["cuDNN"], "sdpa_flash": lambda: sdpa["flash"]}
     if q.shape[2] % BLOCK == 0:
         paths["flex_triton"] = lambda: flex("TRITON")
     if flex_hop.flash_available():

@@ -31,6 +31,24 @@ class Widths:
     vocab: int = 32000
 
 
+def add_widths(parser):
+    """Options of a script that say the sizes of its model; `widths_of` reads them."""
+    default = Widths()
+    parser.add_argument("--layers", type=int, default=default.layers)
+    parser.add_argument("--hidden", type=int, default=default.hidden)
+    parser.add_argument("--intermediate", type=int, default=default.intermediate)
+    parser.add_argument("--query-heads", type=int, default=default.Hq)
+    parser.add_argument("--key-heads", type=int, default=default.Hkv)
+
+
+def widths_of(args):
+    """The sizes that the options of add_widths say."""
+    return Widths(
+        layers=args.layers, hidden=args.hidden, intermediate=args.intermediate,
+        Hq=args.query_heads, Hkv=args.key_heads,
+    )  # fmt: skip
+
+
 class Attention(nn.Module):
     """Grouped-query attention with RoPE and a cache that is passed in and out."""
 

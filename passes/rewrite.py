@@ -35,9 +35,9 @@ class Rewritten:
     """What a site became: kernel ("FLASH", "TRITON" or "CPU"), policy, number of head groups.
 
     The policy is "window" where all blocks of a sliding window are kept, "segments" where all of a
-    query's document or chunk are; last_blocks_apart query
-    blocks at the end go by `write_last_rows`; selection is "kernels" (Triton), "reference" (plain
-    PyTorch) or "" where nothing is selected.
+    query's document or chunk are; last_blocks_apart query blocks at the end go by
+    `write_last_rows`; selection is "kernels" (Triton), "reference" (plain PyTorch) or "" where
+    nothing is selected.
     """
 
     kernel: str

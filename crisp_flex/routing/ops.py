@@ -148,7 +148,7 @@ def _route_cpu(
 
     params = _params(args)
     result = reference.route(query, key, key_valid, params, q_offset)
-    return _shown(RouteCall(query, key, key_valid, params, q_offset, site, result))
+    return _shown(query, key, key_valid, params, q_offset, site, result)
 
 
 @torch.library.impl("crisp_flex::route", "cuda")
@@ -169,13 +169,25 @@ def _route_cuda(
         from crisp_flex.routing import reference
 
         result = reference.route(query, key, key_valid, params, q_offset)
-    return _shown(RouteCall(query, key, key_valid, params, q_offset, site, result))
+    return _shown(query, key, key_valid, params, q_offset, site, result)
 
 
-def _shown(call: RouteCall) -> RouteResult:
-    for watcher in _watchers:
-        watcher(call)
-    return call.result
+def _shown(
+    query: Tensor,
+    key: Tensor,
+    key_valid: Tensor | None,
+    params: RouteParams,
+    q_offset: Tensor | None,
+    site: int,
+    result: RouteResult,
+) -> RouteResult:
+    """result, after all who watch have seen the call: the fields of a RouteCall."""
+    watchers = _watchers
+    if watchers:
+        call = RouteCall(query, key, key_valid, params, q_offset, site, result)
+        for watcher in watchers:
+            watcher(call)
+    return result
 
 
 @torch.library.register_fake("crisp_flex::route")

@@ -11,20 +11,13 @@ import torch
 from masked_attention import relative_error
 
 import crisp_flex
-from crisp_flex import CrispConfig, torch_internals
+from crisp_flex import CrispConfig
 from tests.cases.peaky import Sdpa, dense, qkv
 
 CONFIG = CrispConfig(min_seqlen=64, block_size=(16, 16), policy="dense")
 
 
-@pytest.fixture(autouse=True)
-def without_inductor(monkeypatch):
-    def as_it_is(gm, example_inputs, patches):
-        return gm.forward
-
-    monkeypatch.setattr(torch_internals, "compile_with_inductor", as_it_is)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_inductor")
 
 
 def test_b12_a_model_without_sdpa_is_told_of_once():

@@ -15,14 +15,7 @@ CONFIG = CrispConfig(min_seqlen=32, block_size=(16, 16), policy="dense")
 LAYERS = 12
 
 
-@pytest.fixture(autouse=True)
-def without_inductor(monkeypatch):
-    def as_it_is(gm, example_inputs, patches):
-        return gm.forward
-
-    monkeypatch.setattr(torch_internals, "compile_with_inductor", as_it_is)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_inductor")
 
 
 def llama(layers=2):
