@@ -65,6 +65,7 @@ _common = replace(
 )
 
 _kept = Variant(name="E", measure="error", norm="layer", grid=FINE)
+_coarse = replace(_kept, name="E coarse", grid=TODAY)
 _exact = replace(_kept, name="E exact", pool_k=1, pool_q=64)
 _exact_p = replace(
     _exact, name="E exact top-p", rule="top-p", grid=LEFT_OUT, lines=4.0, fixed_lines=True
@@ -77,7 +78,8 @@ VARIANTS: list[Variant] = [
     *_many(_mass, target=(0.9, 0.8, 0.95, 0.7)),
     *_many(_no_lines, target=(0.87, 0.9, 0.85)),
     *_many(replace(_no_lines, name="E exact top-p no lines k64", block=64), target=(0.87, 0.9)),
-    *_many(_tied, target=(0.87, 0.9, 0.85)),
+    *_many(_tied, target=(0.885, 0.87, 0.9, 0.85)),
+    *_many(_coarse, target=(0.87, 0.9, 0.85)),
     *_many(replace(_tied, name="E exact top-p tied k64", block=64), target=(0.87, 0.9, 0.85)),
     *_many(_exact_p, target=(0.87, 0.9, 0.85, 0.8)),
     *_many(_exact, target=(0.87, 0.9, 0.85)),
