@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from crisp_flex.advice import ADVICE, backend_ignored
 from crisp_flex.config import CrispConfig
 from crisp_flex.report import RewriteReport, SiteReport
+from crisp_flex.site_groups import group_sites
 
 # A graph break's text can be pages long.
 _REASON_CHARACTERS = 200
@@ -56,18 +57,22 @@ class Explanation:
             f"{_count(len(self.graphs), 'graph')}; {len(report.rewritten)} of {len(report.sites)} "
             "attention calls rewritten"
         ]
-        lines += [f"  {text}" for text in _grouped([describe_site(s) for s in report.sites])]
+        for name, site in group_sites(report.sites, describe_site):
+            lines.append(f"  {describe_site(replace(site, module_path=name))}")
         lines += [f"  {note}" for note in self._notes()]
         return "\n".join(lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """A table a site, for notebooks."""
+        """A table with a row for each group of alike sites, for notebooks."""
         report = self.report
         heads = ("call", "outcome", "mask", "shapes", "kernel", "selection", "what to do")
         head = "".join(f"<th>{name}</th>" for name in heads)
-        rows = "".join(f"<tr>{_cells(site)}</tr>" for site in report.sites)
+        rows = "".join(
+            f"<tr>{_cells(replace(site, module_path=name))}</tr>"
+            for name, site in group_sites(report.sites, _cells)
+        )
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self._notes())
         return (
             f"<p><b>{html.escape(self.model)}</b>: {len(report.rewritten)} of "
@@ -156,17 +161,6 @@ def _cells(site: SiteReport) -> str:
         _advice(site),
     )
     return "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-
-
-def _grouped(lines: list[str]) -> list[str]:
-    """The lines, with a count where one follows itself."""
-    grouped: list[tuple[str, int]] = []
-    for line in lines:
-        if grouped and grouped[-1][0] == line:
-            grouped[-1] = (line, grouped[-1][1] + 1)
-        else:
-            grouped.append((line, 1))
-    return [line if count == 1 else f"{line} (x {count})" for line, count in grouped]
 
 
 def _measured(sites: list[SiteReport]) -> str:

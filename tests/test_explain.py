@@ -1,12 +1,13 @@
 """explain: every call with its reading, its reason and what to do; nothing of the model changes."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 
 import crisp_flex
-from crisp_flex import CrispConfig, Reason, torch_internals
+from crisp_flex import CrispConfig, Explanation, Reason, RewriteReport, SiteReport, torch_internals
 from crisp_flex.advice import ADVICE
 from tests.families.models import ids, make
 
@@ -45,11 +46,32 @@ def test_text_html_and_data_say_the_same():
     found = crisp_flex.explain(model, input_ids=ids(), config=CONFIG)
     assert "2 of" not in repr(found).splitlines()[0].replace("0 of 2", "")
     for text in (repr(found), found._repr_html_()):
-        assert "model.layers.1.self_attn" in text
+        assert "model.layers.0-1.self_attn (2 sites)" in text
         assert "call it under torch.no_grad()" in text
     data = found.to_dict()
     assert (data["rewritten"], data["sites"], data["graph_breaks"]) == (0, 2, [])
     assert {call["reason"] for call in data["calls"]} == {"NEEDS_GRAD"}
+
+
+def test_alike_calls_share_a_line_and_others_stand_apart():
+    def site(layer, mask="causal"):
+        return SiteReport(layer, f"sdpa_{layer}", f"model.layers.{layer}.attn.0", "q[1]", mask)
+
+    window = "causal + window 512"
+    found = Explanation(
+        [RewriteReport([site(i, window if i in (1, 4) else "causal") for i in range(6)])]
+    )
+    places = ("model.layers.0, 2-3, 5.attn.0 (4 sites)", "model.layers.1, 4.attn.0 (2 sites)")
+    lines = str(found).splitlines()[1:3]
+    assert [line.strip().partition(":")[0] for line in lines] == list(places)
+    html = found._repr_html_()
+    assert html.count("<tr><td>") == 2
+    assert all(f"<td>{place}</td>" in html for place in places)
+    assert [call["module_path"] for call in found.to_dict()["calls"]] == [
+        f"model.layers.{i}.attn.0" for i in range(6)
+    ]
+    apart = Explanation([RewriteReport([replace(site(0), module_path="")] * 2)])
+    assert str(apart).splitlines()[1].startswith("  sdpa_0 (2 sites): ")
 
 
 def broken(q):
