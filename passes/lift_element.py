@@ -62,7 +62,7 @@ class ElementLifter(IntegerLifter):
             return self.through_vmap(node, coords, self.truth)
         if op in VIEWS:
             base, base_coords = pull_back(node, coords, self.integer)
-            if not (_keeps_zero(dtype_of(base), dtype_of(node)) or _is_zero_or_one(base)):
+            if not (_keeps_zero(dtype_of(base), dtype_of(node)) or is_zero_or_one(base)):
                 raise UnreadError("a cast that may round to zero")
             return self.truth(base, base_coords)
         if op in ("and", "or") or (op in ("bitand", "bitor", "mul") and is_bool):
@@ -106,7 +106,7 @@ class ElementLifter(IntegerLifter):
         origin = self._origin(node, coords)
         tensor = tensor_of(left)
         if tensor is not None and isinstance(right, (bool, int, float)):
-            if _is_zero_or_one(left):
+            if is_zero_or_one(left):
                 at_one, at_zero = (compare_numbers(op, x, right) for x in (1, 0))
                 if at_one == at_zero:
                     return literal(at_one)
@@ -144,12 +144,12 @@ def _keeps_zero(source: torch.dtype, target: torch.dtype) -> bool:
     return source in INDEX_DTYPES and target == torch.int64
 
 
-def _is_zero_or_one(node: fx.Node) -> bool:
+def is_zero_or_one(node: fx.Node) -> bool:
     """Whether every element is provably 0 or 1."""
     op = op_name(node)
     if dtype_of(node) == torch.bool or op in ("ones", "zeros"):
         return True
     base = node.args[0] if node.args else None
     if op in ("tril", "triu") or op in VIEWS:
-        return isinstance(base, fx.Node) and tensor_of(base) is not None and _is_zero_or_one(base)
+        return isinstance(base, fx.Node) and tensor_of(base) is not None and is_zero_or_one(base)
     return False

@@ -48,7 +48,7 @@ def lift_mask(mask: fx.Node) -> MaskSpec:
             formula = lifter.truth(mask, _mask_coords(mask))
         else:
             formula = lifter.visible(mask, _mask_coords(mask), tensor.dtype)
-        spec = replace(read_mask(formula, mask, lifter.sources), finite=lifter.finite)
+        spec = replace(read_mask(formula, mask, lifter), finite=lifter.finite)
     except (UnreadError, RecursionError) as error:
         return MaskSpec(other=(f"mask {mask.name}: {error}",))
     return written_later(spec, mask)

@@ -9,6 +9,7 @@ import torch
 from sympy.core.function import AppliedUndef
 from torch import fx
 
+from crisp_flex.passes.lift_element import ElementLifter
 from crisp_flex.passes.mask_formula import (
     INDICES,
     B,
@@ -24,25 +25,27 @@ from crisp_flex.passes.mask_formula import (
 )
 from crisp_flex.passes.mask_spec import MaskSpec, PaddingLoad, SameIds
 from crisp_flex.passes.node_ops import shape_of, size_expr, value_of
+from crisp_flex.passes.packed_positions import by_index
 
 
-def read_mask(formula: Formula, mask: fx.Node, sources: dict[str, fx.Node]) -> MaskSpec:
+def read_mask(formula: Formula, mask: fx.Node, lifter: ElementLifter) -> MaskSpec:
     """The MaskSpec of a formula lifted from mask.
 
     Args:
         formula: Statements over the coordinates of mask, right-aligned to (b, h, q, k).
         mask: Where the formula comes from; its sizes bound the coordinates.
-        sources: The tensor behind each symbol and function in the formula, by name.
+        lifter: That lifted it; it knows the tensor behind each symbol and function.
     """
-    return _Reader(mask, sources).read(formula)
+    return _Reader(mask, lifter).read(formula)
 
 
 class _Reader:
     """Sorts the statements of one formula; those of one kind are settled together at the end."""
 
-    def __init__(self, mask: fx.Node, sources: dict[str, fx.Node]) -> None:
+    def __init__(self, mask: fx.Node, lifter: ElementLifter) -> None:
         self.graph = mask.graph
-        self.sources = sources
+        self.lifter = lifter
+        self.sources = lifter.sources
         sizes = shape_of(mask)
         self.batch = sizes[-4] if len(sizes) == 4 else sympy.Integer(1)
         self.largest = {Q: sizes[-2] - 1, K: sizes[-1] - 1}
@@ -56,8 +59,9 @@ class _Reader:
         self.other: list[str] = []
 
     def read(self, formula: Formula) -> MaskSpec:
-        for conjunct in formula:
-            if not self._read(conjunct):
+        unread = [conjunct for conjunct in formula if not self._read(conjunct)]
+        for conjunct in unread:
+            if not self._read_by_index(conjunct):
                 self._read_as_padding(conjunct)
         return self._settled()
 
@@ -111,6 +115,15 @@ class _Reader:
         )
         self.by_position |= by_position
         return by_position
+
+    def _read_by_index(self, conjunct: Conjunct) -> bool:
+        """An order of positions that equal ids turn into one of indices: packed documents."""
+        if isinstance(conjunct, Compare) and conjunct.op == "<=":
+            for same in self.same:
+                moved = by_index(conjunct, same, self.lifter)
+                if moved is not None and self._read(moved):
+                    return True
+        return False
 
     def _read_equal(self, left: sympy.Expr, right: sympy.Expr) -> bool:
         """An id of the query equals an id of the key: of a chunk of positions, of a document."""
