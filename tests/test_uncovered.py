@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import crisp_flex
-from crisp_flex import CrispConfig, UncoveredError, UncoveredWarning, torch_internals
+from crisp_flex import CrispConfig, UncoveredError, UncoveredWarning, torch_internals, uncovered
+from crisp_flex.routing.params import STAT_NAMES
+from crisp_flex.uncovered import UncoveredGuard
 
 CONFIG = CrispConfig(
     policy="streaming", streaming_blocks=1, block_size=(16, 16), min_seqlen=32, max_uncovered=0.1
@@ -56,6 +58,33 @@ def test_raise_stops_the_call(run):
         UncoveredError, match=r'scaled_dot_product_attention: .*on_violation="dense"'
     ):
         run("raise")
+
+
+def test_the_advice_for_a_plain_function_is_one_it_takes(qkv):
+    q, k, v = qkv(Lq=256, D=32)
+    calls = (
+        lambda config: crisp_flex.route(q, k, config),
+        lambda config: crisp_flex.sparse_attention(q, k, v, config=config),
+    )
+    strict = dataclasses.replace(CONFIG, on_violation="raise")
+    for call in calls:
+        with pytest.raises(UncoveredError, match=r'or policy="dense"$'):
+            call(strict)
+    calls[0](dataclasses.replace(strict, policy="dense"))
+
+
+def test_what_is_no_number_is_a_violation():
+    counts = torch.ones(1, 3, 2, dtype=torch.int32)
+    stats = torch.ones(1, 3, len(STAT_NAMES))
+    guard = UncoveredGuard.of(dataclasses.replace(CONFIG, on_violation="raise"), "here")
+    assert torch.equal(uncovered.check_uncovered(counts, stats, guard), counts)
+    stats[0, 1, STAT_NAMES.index("coverage")] = torch.nan
+    with pytest.raises(UncoveredError, match=r"^here: 1 head leaves out .* not a number: look for"):
+        uncovered.check_uncovered(counts, stats, guard)
+
+
+def test_no_cuda_graph_is_captured_across_the_read_back():
+    assert torch.Tag.cudagraph_unsafe in torch.ops.crisp_flex.check_uncovered.default.tags
 
 
 def test_violations_are_counted_whatever_happens_then(qkv):
