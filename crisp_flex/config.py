@@ -11,7 +11,15 @@ from typing import Any, Literal, get_args
 from crisp_flex.errors import ConfigError
 
 Policy = Literal[
-    "hybrid", "crisp", "streaming", "dense", "flexprefill", "minference", "xattention", "oracle"
+    "hybrid",
+    "bounded",
+    "crisp",
+    "streaming",
+    "dense",
+    "flexprefill",
+    "minference",
+    "xattention",
+    "oracle",
 ]
 Backend = Literal["auto", "flash", "triton"]
 
@@ -39,10 +47,11 @@ class CrispConfig:
     """What to route and when.
 
     Args:
-        policy: Which blocks are kept: "hybrid" (two views, one audited floor), "crisp" (the
-            paper's algorithm), "streaming" (sinks and recency), "dense" (all causal blocks), or
-            a baseline for comparisons, without kernels of its own: "flexprefill", "minference",
-            "xattention" or "oracle".
+        policy: Which blocks are kept: "hybrid" (two views, one audited floor), "bounded" (the
+            blocks of least estimated mass go, as many as an audit of the attention output allows),
+            "crisp" (the paper's algorithm), "streaming" (sinks and recency), "dense" (all causal
+            blocks), or a baseline for comparisons, without kernels of its own: "flexprefill",
+            "minference", "xattention" or "oracle".
         enabled: False leaves the call as it was (of use in `overrides`).
         block_size: (query, key) tokens per block, each a power of two in [16, 512]; None is
             (128, 128), or (128, 64) for D 256 where FLASH takes the call with it.
@@ -55,7 +64,9 @@ class CrispConfig:
         coverage_min: hybrid: mass that each audited row must reach besides, in [0, 1]; 0 switches
             it off. Above 0 selection runs as the eager reference.
         coverage_reduce: hybrid: "mean" or "min" over the audited rows.
-        audit_rows: hybrid: number of audited query blocks, at least 1.
+        audit_rows: hybrid, bounded: number of audited query blocks, at least 1.
+        max_error: bounded: largest error of the attention output on the audited rows, relative to
+            the mean head of the layer (the root mean square over its heads), in (0, 1).
         router: crisp: "c_struct", "jsd", "vs" or "pe".
         alpha: crisp: multiple of the sink-aware noise floor, above 0.
         tau: crisp: c_struct from which on a head is routed to verticals and slashes, in [0, 1].
@@ -98,6 +109,7 @@ class CrispConfig:
     coverage_reduce: Literal["mean", "min"] = "mean"
     coverage_min: float = 0.0
     audit_rows: int = 4
+    max_error: float = 0.13
     router: Literal["c_struct", "jsd", "vs", "pe"] = "c_struct"
     alpha: float = 1.0
     tau: float = 0.2
@@ -145,6 +157,8 @@ class CrispConfig:
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value <= 1:
                 raise ConfigError(f"{name} must be in (0, 1], got {value!r}")
+        if not _is_number(self.max_error) or not 0 < self.max_error < 1:
+            raise ConfigError(f"max_error must be in (0, 1), got {self.max_error!r}")
         for name in ("tau", "max_uncovered", "coverage_min"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= 1:

@@ -11,7 +11,7 @@ from crisp_flex.routing.geometry import Geometry, take_rows
 from crisp_flex.routing.probe import Probe
 
 # Values of the statistic "route". An estimate is one of each row's block masses: pooled (crisp,
-# flexprefill), by antidiagonals (xattention) or exact (oracle).
+# flexprefill), by antidiagonals (xattention), of the mean query (bounded) or exact (oracle).
 ROUTE_VERTICAL_SLASH = 0.0
 ROUTE_ESTIMATE = 1.0
 ROUTE_BOTH_VIEWS = 2.0
@@ -30,7 +30,8 @@ class Choice:
     c_struct: Tensor
     # Exact mass that keep holds on the audit rows, or else on the proxy rows; in [0, 1].
     coverage: Tensor
-    # Multiple of the floor that the audit chose, 0 for all blocks; NOT_MEASURED without an audit.
+    # What the audit chose, a multiple of the floor (hybrid) or a share of the estimated mass to
+    # leave out (bounded), 0 for all blocks; NOT_MEASURED without an audit.
     multiple: Tensor
     # One of the ROUTE_ values.
     route: Tensor

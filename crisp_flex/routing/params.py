@@ -24,7 +24,10 @@ class RouteParams:
         coverage: hybrid: exact attention mass to reach on the audit rows, in (0, 1].
         coverage_min: hybrid: exact mass that each audit row must reach besides; 0 for none.
         coverage_reduce: hybrid: "mean" or "min" over the audit rows.
-        audit_rows: hybrid: number of audited query blocks, at 1/m, 2/m, ..., 1 of the valid length.
+        audit_rows: hybrid, bounded: number of audited query blocks, at 1/m, 2/m, ..., 1 of the
+            valid length.
+        max_error: bounded: largest error of the output on the audited rows, relative to the root
+            of the mean squared norm of the heads' outputs there, in (0, 1).
         router: crisp: "c_struct", "jsd", "vs" or "pe".
         alpha: crisp: multiple of the noise floor.
         tau: crisp: c_struct at or above which a head takes the vertical-slash route.
@@ -49,6 +52,7 @@ class RouteParams:
     coverage_min: float
     coverage_reduce: str
     audit_rows: int
+    max_error: float
     router: str
     alpha: float
     tau: float
@@ -76,6 +80,7 @@ class RouteParams:
             coverage_min=config.coverage_min,
             coverage_reduce=config.coverage_reduce,
             audit_rows=config.audit_rows,
+            max_error=config.max_error,
             router=config.router,
             alpha=config.alpha,
             tau=config.tau,
@@ -89,6 +94,11 @@ class RouteParams:
             streaming_blocks=config.streaming_blocks,
             max_uncovered=config.max_uncovered,
         )
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether the policy looks at the values, too; the others must not be given them."""
+        return self.policy == "bounded"
 
     def as_args(self) -> tuple[float | int | str, ...]:
         """The values in field order, which is the order of the op's schema."""

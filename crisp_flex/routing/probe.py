@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from crisp_flex.routing.geometry import WINDOW_TOKENS, Geometry
 
 # Probabilities made at once: 1 GiB in fp32, or one KV head's group if that is more.
-_CHUNK_ELEMENTS = 1 << 28
+CHUNK_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """Query rows: positions among the keys [B', R] int64, which of them count, a bound on them."""
 
     positions: Tensor
@@ -87,7 +87,7 @@ def probe(
     in_slot = (last_block[:, None] - row_block)[:, None] == slots[:, None]  # [B', S, R]
 
     tokens, distances = [], []
-    for probs in _row_probabilities(query, key, rows, g, scale):
+    for probs in row_probabilities(query, key, rows, g, scale):
         tokens.append((in_slot * weights[:, None])[:, None] @ probs)  # [B, h, S, Lkv]
         distances.append(_distance_mass(probs, weights, g))
     by_token = torch.cat(tokens, 1)
@@ -112,11 +112,11 @@ def probe(
     )
 
 
-def _proxy_rows(g: Geometry, proxy_tokens: int) -> _Rows:
+def _proxy_rows(g: Geometry, proxy_tokens: int) -> Rows:
     """The last min(proxy_tokens, Lq) positions before a sequence's end; the valid ones count."""
     count = min(proxy_tokens, g.Lq)
     positions = g.end[:, None] - count + torch.arange(count, device=g.end.device)
-    return _Rows(positions, positions >= g.proxy_start()[:, None], g.Lkv)
+    return Rows(positions, positions >= g.proxy_start()[:, None], g.Lkv)
 
 
 def _audit(
@@ -149,18 +149,18 @@ def query_block_mass(
     valid = (positions >= g.start[:, None]) & (positions < g.end[:, None])
     # a short last block reaches past the queries
     valid = valid & (positions < g.Lq + g.offset)
-    rows = _Rows(positions.expand(valid.shape), valid, key_limit)
+    rows = Rows(positions.expand(valid.shape), valid, key_limit)
     weights = _mean_weights(rows)[:, None, None]  # [B', 1, 1, R]
-    mass = [weights @ probs for probs in _row_probabilities(query, key, rows, g, scale)]
+    mass = [weights @ probs for probs in row_probabilities(query, key, rows, g, scale)]
     return block_sums(torch.cat(mass, 1), g)[:, :, 0]
 
 
-def _mean_weights(rows: _Rows) -> Tensor:
+def _mean_weights(rows: Rows) -> Tensor:
     """[B', R] fp32: 1 / (number of valid rows) on the valid rows, else 0."""
     return rows.valid / rows.valid.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _take_queries(query: Tensor, rows: _Rows, g: Geometry) -> Tensor:
+def _take_queries(query: Tensor, rows: Rows, g: Geometry) -> Tensor:
     """[B, Hq, R, D] fp32 queries at the rows' positions, zero where a row does not count."""
     index = (rows.positions - g.offset).clamp(0, g.Lq - 1)
     B, Hq, _, D = query.shape
@@ -168,8 +168,8 @@ def _take_queries(query: Tensor, rows: _Rows, g: Geometry) -> Tensor:
     return torch.where(rows.valid[:, None, :, None], taken, 0.0).float()
 
 
-def _row_probabilities(
-    query: Tensor, key: Tensor, rows: _Rows, g: Geometry, scale: float
+def row_probabilities(
+    query: Tensor, key: Tensor, rows: Rows, g: Geometry, scale: float
 ) -> Iterator[Tensor]:
     """softmax(q_rows @ K^T * scale) over the visible keys, [B, h, R, key_limit] fp32 per chunk.
 
@@ -182,7 +182,7 @@ def _row_probabilities(
     if g.key_valid is not None:
         hidden = hidden | ~g.key_valid[:, None, : rows.key_limit]
     hidden = hidden[:, None]  # [B', 1, R, Lkv]
-    step = max(_CHUNK_ELEMENTS // (B * G * R * rows.key_limit), 1)
+    step = max(CHUNK_ELEMENTS // (B * G * R * rows.key_limit), 1)
     for h in range(0, Hkv, step):
         keys = key[:, h : h + step, : rows.key_limit].float()
         grouped = queries[:, h * G : (h + step) * G].reshape(B, -1, G * R, D)

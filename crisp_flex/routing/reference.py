@@ -1,7 +1,7 @@
 """The eager meaning of crisp_flex::route: which key blocks each query block attends to, as lists.
 
-geometry -> policy (probe, pool, lines) -> guards -> compact. Runs on any device; a Triton stage has
-the name of its oracle here: probe, pool, compact.
+geometry -> policy (probe, pool, lines, estimate, output_error) -> guards -> compact. Runs on any
+device; a Triton stage has the name of its oracle here: probe, pool, compact.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class Selection:
         stats: [B, Hq, len(STAT_NAMES)] fp32, never NaN. kept_blocks and visible_blocks count over
             all rows. c_struct is the mass of the first and last 128 keys on the proxy rows (-1 for
             policy "dense", which does not look). coverage is the exact mass kept on the audit rows
-            (hybrid) or the proxy rows, before dense_last_blocks. multiple is hybrid's multiple of
-            the floor, 0 for all blocks, -1 for other policies. route is 0 for lines, 1 for a
-            per-row estimate (pooled for crisp and flexprefill, by antidiagonals for xattention,
-            exact for oracle), 2 for both views, 3 for all blocks.
+            (hybrid, bounded) or the proxy rows, before dense_last_blocks. multiple is hybrid's
+            multiple of the floor, bounded's share of the estimated mass that a row may leave out,
+            0 for all blocks, -1 for other policies. route is 0 for lines, 1 for a per-row estimate
+            (pooled for crisp and flexprefill, by antidiagonals for xattention, of the mean query
+            for bounded, exact for oracle), 2 for both views, 3 for all blocks.
     """
 
     keep: Tensor
@@ -47,6 +48,7 @@ def route(
     key_valid: Tensor | None,
     params: RouteParams,
     q_offset: Tensor | None = None,
+    value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Block lists of sparse causal attention, in the layout of FlexAttention's BlockMask.
 
@@ -57,6 +59,7 @@ def route(
         params: Policy and its numbers.
         q_offset: [1] integer: query i stands at position i + q_offset instead, in a cache that is
             filled up to the last query; 0 <= q_offset <= Lkv - Lq.
+        value: [B, Hkv, Lkv, Dv], for a policy that reads the values (`RouteParams.reads_values`).
 
     Returns:
         kv_num_blocks: [B, Hq, Nq] int32, partial blocks per row.
@@ -68,10 +71,12 @@ def route(
     if query.shape[0] == 0:  # the shapes are those of a batch of one
         batch_of_one = (query.new_zeros(1, *query.shape[1:]), key.new_zeros(1, *key.shape[1:]))
         valid = None if key_valid is None else key_valid.new_ones(1, key_valid.shape[1])
-        counts, buffer, full_counts, stats = route(*batch_of_one, valid, params, q_offset)
+        one_value = None if value is None else value.new_zeros(1, *value.shape[1:])
+        rest = (valid, params, q_offset, one_value)
+        counts, buffer, full_counts, stats = route(*batch_of_one, *rest)
         return counts[:0], buffer[:0], full_counts[:0], stats[:0]
     geometry = Geometry.of(query, key, key_valid, params, q_offset)
-    selection = _select(query, key, geometry, params)
+    selection = _select(query, key, value, geometry, params)
     P = partial_slots(
         params.block_q,
         params.block_kv,
@@ -91,9 +96,10 @@ def select_blocks(
     key_valid: Tensor | None,
     params: RouteParams,
     q_offset: Tensor | None = None,
+    value: Tensor | None = None,
 ) -> Selection:
     """The blocks that route lists, as a bool map; arguments as there."""
-    return _select(query, key, Geometry.of(query, key, key_valid, params, q_offset), params)
+    return _select(query, key, value, Geometry.of(query, key, key_valid, params, q_offset), params)
 
 
 def compact(keep: Tensor, partial: Tensor, P: int, C: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,11 +137,18 @@ def compact(keep: Tensor, partial: Tensor, P: int, C: int) -> tuple[Tensor, Tens
     )
 
 
-def _select(query: Tensor, key: Tensor, geometry: Geometry, params: RouteParams) -> Selection:
+def _select(
+    query: Tensor, key: Tensor, value: Tensor | None, geometry: Geometry, params: RouteParams
+) -> Selection:
     """Run the policy and, unless it is "dense", the guards on its rows."""
     if params.policy not in SELECT:
         raise ValueError(f"policy must be one of {sorted(SELECT)}, got {params.policy!r}")
-    choice = SELECT[params.policy](query, key, geometry, params)
+    inputs: tuple[Tensor, ...] = (query, key)
+    if params.reads_values:
+        if value is None:
+            raise ValueError(f"policy {params.policy!r} reads the values: give route value=")
+        inputs = (query, key, value)
+    choice = SELECT[params.policy](*inputs, geometry, params)
     keep = choice.keep
     if params.policy != "dense":
         keep = finish_rows(keep, geometry, dense_last_blocks=params.dense_last_blocks)

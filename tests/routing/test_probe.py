@@ -45,7 +45,7 @@ def test_chunks_of_heads_change_nothing(monkeypatch):
     query, key, key_valid, p = case("ragged small blocks")
     g = Geometry.of(query, key, key_valid, p)
     whole = probe(query, key, g, scale=p.scale, audit_rows=2)
-    monkeypatch.setattr(probe_module, "_CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(probe_module, "CHUNK_ELEMENTS", 1)
     split = probe(query, key, g, scale=p.scale, audit_rows=2)
     torch.testing.assert_close(split.p_s, whole.p_s, atol=SCORE_BUDGET, rtol=0)
     torch.testing.assert_close(split.audit_mass, whole.audit_mass, atol=SCORE_BUDGET, rtol=0)

@@ -1,15 +1,15 @@
-"""One file a policy, each with `select(query, key, geometry, params) -> Choice`; chosen by name."""
+"""One file a policy, each with `select(query, key, geometry, params) -> Choice`; chosen by name.
+
+A policy that reads the values takes them after the key; see `RouteParams.reads_values`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
-from crisp_flex.routing.geometry import Geometry
 from crisp_flex.routing.guards import Choice
-from crisp_flex.routing.params import RouteParams
 from crisp_flex.routing.policies import (
+    bounded,
     crisp,
     dense,
     flexprefill,
@@ -20,8 +20,9 @@ from crisp_flex.routing.policies import (
     xattention,
 )
 
-SELECT: dict[str, Callable[[Tensor, Tensor, Geometry, RouteParams], Choice]] = {
+SELECT: dict[str, Callable[..., Choice]] = {
     "hybrid": hybrid.select,
+    "bounded": bounded.select,
     "crisp": crisp.select,
     "streaming": streaming.select,
     "dense": dense.select,

@@ -1,0 +1,64 @@
+"""Stage `estimate`: the attention that each block's mean query pays to every key, by key block.
+
+Unlike the map between pooled tokens (`pool`) it looks at every key, so that one key that stands out
+of its block counts in full. A chunk of rows and heads at a time, so that no [Nq, Lkv] tensor of all
+heads exists.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crisp_flex.routing.geometry import Geometry
+from crisp_flex.routing.probe import CHUNK_ELEMENTS, block_sums
+
+# Rows made at once: the fewer, the less of what lies past the diagonal is made and thrown away.
+_CHUNK_ROWS = 64
+
+
+def estimate(mean_query: Tensor, key: Tensor, geometry: Geometry, scale: float) -> Tensor:
+    """Mass of each block in the softmax of a block's mean query over the keys that it sees.
+
+    A row sees the valid keys up to the last position of its query block.
+
+    Args:
+        mean_query: [B, Hq, Nq, D] fp32, as `pool` gives it.
+        key: [B, Hkv, Lkv, D], any float dtype, Hq a multiple of Hkv.
+        geometry: Of this call.
+        scale: Factor on the logits.
+
+    Returns:
+        [B, Hq, Nq, Nkv] fp32: rows sum to 1, or to 0 where nothing is visible. A row whose mean
+        query, or one of whose visible keys, is not finite is NaN where it is visible.
+    """
+    g = geometry
+    chunks = []
+    for first in range(0, g.Nq, _CHUNK_ROWS):
+        rows = torch.arange(first, min(first + _CHUNK_ROWS, g.Nq), device=key.device)
+        key_limit = g.Lkv
+        if isinstance(g.offset, int):
+            key_limit = min((first + len(rows)) * g.block_q + g.offset, g.Lkv)
+        last = (rows * g.block_q + (g.block_q - 1)).clamp(max=g.Lq - 1) + g.offset
+        hidden = torch.arange(key_limit, device=key.device) > last[:, None]
+        if g.key_valid is not None:
+            hidden = hidden | ~g.key_valid[:, None, None, :key_limit]
+        chunks.append(_masses(mean_query[:, :, rows] * scale, key[:, :, :key_limit], hidden, g))
+    return torch.cat(chunks, 2).masked_fill(~g.visible, 0.0)
+
+
+def _masses(query: Tensor, key: Tensor, hidden: Tensor, g: Geometry) -> Tensor:
+    """[B, Hq, R, Nkv]: block sums of softmax(query @ key^T), hidden [.., R, L], by KV heads."""
+    (B, Hq, R, _), (Hkv, L) = query.shape, key.shape[1:3]
+    G = Hq // Hkv
+    step = max(CHUNK_ELEMENTS // (B * G * R * L), 1)
+    masses = []
+    for h in range(0, Hkv, step):
+        keys = key[:, h : h + step].float()
+        # an Inf may give some rows no mass and others all of it, as in `pool`
+        keys = keys + (keys - keys)
+        grouped = query[:, h * G : (h + step) * G].unflatten(1, (-1, G)).flatten(2, 3)
+        logits = (grouped @ keys.mT).view(B, -1, R, L)
+        probs = logits.masked_fill_(hidden, torch.finfo(torch.float32).min).softmax(-1)
+        masses.append(block_sums(probs, g))
+    return torch.cat(masses, 1)
