@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+import os
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from crisp_flex.advice import ADVICE, backend_ignored
 from crisp_flex.config import CrispConfig
+from crisp_flex.html_page import table, write_page
 from crisp_flex.report import RewriteReport, SiteReport
 from crisp_flex.site_groups import group_sites
 
@@ -66,20 +68,32 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """A table with a row for each group of alike sites, for notebooks."""
+        return f"<p>{html.escape(self._headline())}</p>{self._table()}"
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the table and the notes as one HTML file that needs no network.
+
+        Args:
+            path: The file; one that is there is replaced.
+
+        Raises:
+            CrispFlexError: The file cannot be written.
+        """
+        write_page(path, self._headline(), self._table())
+
+    def _headline(self) -> str:
         report = self.report
-        heads = ("call", "outcome", "mask", "shapes", "kernel", "selection", "what to do")
-        head = "".join(f"<th>{name}</th>" for name in heads)
-        rows = "".join(
-            f"<tr>{_cells(replace(site, module_path=name))}</tr>"
-            for name, site in group_sites(report.sites, _cells)
-        )
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self._notes())
         return (
-            f"<p><b>{html.escape(self.model)}</b>: {len(report.rewritten)} of "
-            f"{len(report.sites)} attention calls rewritten, "
-            f"{_count(len(self.graphs), 'graph')}</p>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table><ul>{notes}</ul>"
+            f"{self.model}: {len(report.rewritten)} of {len(report.sites)} attention calls "
+            f"rewritten, {_count(len(self.graphs), 'graph')}"
         )
+
+    def _table(self) -> str:
+        heads = ("call", "outcome", "mask", "shapes", "kernel", "blocks chosen by", "what to do")
+        groups = group_sites(self.report.sites, _cells)
+        rows = [_cells(replace(site, module_path=name)) for name, site in groups]
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self._notes())
+        return f"{table(heads, rows, whole=('kernel',))}<ul>{notes}</ul>"
 
     def _notes(self) -> list[str]:
         """What is true of the whole call."""
@@ -149,18 +163,17 @@ def _site_dict(site: SiteReport) -> dict[str, Any]:
     return data
 
 
-def _cells(site: SiteReport) -> str:
-    outcome = f"{site.policy}" if site.rewritten else f"dense: {site.rejection}"
-    cells = (
+def _cells(site: SiteReport) -> tuple[str, ...]:
+    chosen = {"kernels": "Triton kernels", "reference": "plain PyTorch", "": "no choice: all kept"}
+    return (
         site.module_path or site.node,
-        outcome,
+        f"sparse: {site.policy}" if site.rewritten else f"dense: {site.rejection}",
         site.mask,
         site.shapes,
         site.kernel or "SDPA",
-        site.selection or "none",
+        chosen.get(site.selection, site.selection) if site.rewritten else "",
         _advice(site),
     )
-    return "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
 
 
 def _measured(sites: list[SiteReport]) -> str:

@@ -57,6 +57,7 @@ class SiteRecord:
         policy: Selection policy.
         length: Queries, in tokens.
         keys: Keys, in tokens.
+        block_size: (query, key) edges of a block, in tokens.
         density: Kept / visible blocks over all sequences and heads, the dense last block counted.
         density_by_head: [Hq] the same, mean over the batch.
         c_struct: [Hq] mass of the first and last 128 keys on the proxy rows; -1 if not measured.
@@ -80,6 +81,7 @@ class SiteRecord:
     policy: str
     length: int
     keys: int
+    block_size: tuple[int, int]
     density: float
     density_by_head: list[float]
     c_struct: list[float]
@@ -144,6 +146,7 @@ def site_record(
         policy=params.policy,
         length=first.Lq,
         keys=first.Lkv,
+        block_size=(params.block_q, params.block_kv),
         density=float(kept.sum() / of["visible_blocks"].sum().clamp(min=1)),
         density_by_head=density.mean(0).tolist(),
         c_struct=of["c_struct"].mean(0).tolist(),

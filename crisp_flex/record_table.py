@@ -23,6 +23,28 @@ HEADS = (
     "dense",
     "over",
 )
+# What stands in a column, for those that do not say it themselves.
+LEGEND = (
+    ("tokens", "queries of the call, and keys where they are more"),
+    ("kept", "blocks kept of those that a causal mask shows, mean over the heads"),
+    (
+        "c_struct",
+        "attention mass of the first and last 128 keys, seen from the last 128 queries; mean over "
+        "the heads",
+    ),
+    (
+        "uncovered",
+        "largest share of the attention mass that a head leaves out on the rows that selection "
+        "measured",
+    ),
+    (
+        "mass",
+        "true share of the attention mass kept on the audited query blocks, mean; record(audit=k)",
+    ),
+    ("routes", "heads by what chose their blocks"),
+    ("dense", "heads that keep all blocks"),
+    ("over", "heads above max_uncovered"),
+)
 
 
 def cells(row: SiteRecord) -> tuple[str, ...]:

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 import crisp_flex
-from crisp_flex import CrispConfig, Explanation, Reason, RewriteReport, SiteReport, torch_internals
+from crisp_flex import (
+    CrispConfig,
+    CrispFlexError,
+    Explanation,
+    Reason,
+    RewriteReport,
+    SiteReport,
+    torch_internals,
+)
 from crisp_flex.advice import ADVICE
 from tests.families.models import ids, make
 
@@ -53,7 +61,7 @@ def test_text_html_and_data_say_the_same():
     assert {call["reason"] for call in data["calls"]} == {"NEEDS_GRAD"}
 
 
-def test_alike_calls_share_a_line_and_others_stand_apart():
+def test_alike_calls_share_a_line_and_others_stand_apart(tmp_path):
     def site(layer, mask="causal"):
         return SiteReport(layer, f"sdpa_{layer}", f"model.layers.{layer}.attn.0", "q[1]", mask)
 
@@ -67,6 +75,10 @@ def test_alike_calls_share_a_line_and_others_stand_apart():
     html = found._repr_html_()
     assert html.count("<tr><td>") == 2
     assert all(f"<td>{place}</td>" in html for place in places)
+    found.save_html(tmp_path / "found.html")
+    assert html.partition("</p>")[2] in (tmp_path / "found.html").read_text()
+    with pytest.raises(CrispFlexError, match=r"cannot write .*: choose another file"):
+        found.save_html(tmp_path)
     assert [call["module_path"] for call in found.to_dict()["calls"]] == [
         f"model.layers.{i}.attn.0" for i in range(6)
     ]

@@ -18,6 +18,7 @@ from crisp_flex import (
 )
 from crisp_flex.block_lists import kept_blocks
 from crisp_flex.graph_run import run_of
+from crisp_flex.record_table import HEADS, LEGEND
 from crisp_flex.routing import ops
 from crisp_flex.routing.params import RouteParams
 from tests.families.models import ids, make
@@ -50,6 +51,7 @@ def test_a_row_has_the_density_of_the_lists(qkv):
     assert row.uncovered == pytest.approx(float((1 - stats[..., 3]).max()))
     assert all(torch.equal(mask, kept[head]) for head, mask in row.masks.items())
     assert (row.length, row.policy, row.overflow) == (200, "streaming", 0)
+    assert row.block_size == (16, 16)
     assert not ops.watched()
 
 
@@ -158,9 +160,12 @@ def test_a_report_is_one_file_without_network(qkv, tmp_path):
         ops.route(q, k, None, params())
     rec.save_html(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    assert "call 0" in text
+    assert '<td class="whole">call 0</td><td class="number">200</td>' in text
     assert "data:image/png;base64," in text
     assert "http" not in text
+    assert "color-scheme:light dark" in text
+    assert text.count("<td") == len(HEADS)
+    assert {name for name, _ in LEGEND} < set(HEADS)
 
 
 def test_wrong_use_is_one_sentence(monkeypatch, tmp_path):
