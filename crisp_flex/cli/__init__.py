@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         help="answer a long prompt dense and sparse with a small real model, and compare",
         description="Answers a prompt with a pass key in it, dense and with crisp_flex, and shows "
         "both answers, how far the next-token distributions are apart, which blocks were kept, and "
-        "the times.",
+        "the times. Writes a picture and an HTML report.",
     )
     demo.add_argument(
         "--model",
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="folder for the picture (default: this folder)",
+        help="folder for the picture and the report (default: this folder)",
     )
     demo.add_argument("--cache", type=Path, metavar="DIR", help="folder for the downloaded model")
     demo.add_argument(
@@ -126,6 +126,9 @@ def _add_explain(commands: Any) -> None:  # noqa: ANN401
     )
     explain.add_argument("--config", type=Path, metavar="FILE", help="a TOML config file")
     explain.add_argument("--cache", type=Path, metavar="DIR", help="folder for downloaded models")
+    explain.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the table as an HTML file, too"
+    )
     explain.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -22,6 +22,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         DemoError: The model or the device is not there.
         ConfigError: A value is out of range.
+        CrispFlexError: The HTML file cannot be written.
     """
     if arguments.length < 1:
         raise ConfigError(f"--length is {arguments.length}; it must be a number of tokens above 0")
@@ -34,3 +35,5 @@ def run(arguments: argparse.Namespace) -> None:
     with step("tracing the prompt step"), torch.no_grad():
         found = explain(model, prompt, config=config)
     write(json.dumps(found.to_dict()) if arguments.json else str(found))
+    if arguments.html is not None:
+        found.save_html(arguments.html)

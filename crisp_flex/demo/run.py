@@ -72,6 +72,7 @@ class DemoResult:
     sites_rewritten: int
     reasons: list[str]
     picture: str | None
+    report: str | None
 
 
 def run(options: DemoOptions) -> DemoResult:
@@ -143,6 +144,7 @@ def _compare(
 
     sites = RewriteReport([s for report in crisp_flex.reports(model) for s in report.sites])
     dense_text, sparse_text = (first_line(loaded, a.ids) for a in (dense, sparse))
+    picture, report = _files(recorded, loaded.name, options)
     return DemoResult(
         model=loaded.name,
         device=str(model.device),
@@ -169,7 +171,8 @@ def _compare(
         sites=len(sites.sites),
         sites_rewritten=len(sites.rewritten),
         reasons=sorted({str(site.rejection) for site in sites.rejected}),
-        picture=_picture(recorded, loaded.name, options),
+        picture=picture,
+        report=report,
     )
 
 
@@ -178,18 +181,22 @@ def first_line(loaded: LoadedModel, ids: list[int]) -> str:
     return str(loaded.tokenizer.decode(ids)).strip().split("\n", 1)[0]
 
 
-def _picture(recorded: Record, name: str, options: DemoOptions) -> str | None:
-    """The path of the PNG; None where nothing ran sparsely or matplotlib is not installed."""
+def _files(recorded: Record, name: str, options: DemoOptions) -> tuple[str | None, str | None]:
+    """Paths of the PNG and the HTML; None where nothing ran sparsely or matplotlib is missing."""
     if not recorded.rows or importlib.util.find_spec("matplotlib") is None:
-        return None
-    file = options.output / f"crisp-flex-{options.policy}-{options.length}.png"
+        return None, None
+    picture = (options.output / f"crisp-flex-{options.policy}-{options.length}.png").resolve()
+    title = f"{name}, {options.length} tokens, {options.policy} ({options.preset})"
     try:
-        options.output.mkdir(parents=True, exist_ok=True)
-        title = f"{name}, {options.length} tokens, {options.policy} ({options.preset})"
-        recorded.plot(title=title).savefig(file, dpi=120)
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        recorded.plot(title=title).savefig(picture, dpi=120)
     except OSError as error:
-        raise DemoError(f"Cannot write {file} ({error}): choose a folder with --output.") from error
-    return str(file.resolve())
+        raise DemoError(
+            f"Cannot write {picture} ({error}): choose a folder with --output."
+        ) from error
+    report = picture.with_suffix(".html")
+    recorded.save_html(report)
+    return str(picture), str(report)
 
 
 def describe(result: DemoResult) -> str:
@@ -217,7 +224,7 @@ def describe(result: DemoResult) -> str:
         f"{r.first_sparse_prompt_s:.1f} s",
     ]
     if r.picture is not None:
-        lines.append(f"Block masks: {r.picture}")
+        lines += [f"Block masks: {r.picture}", f"Report, to open in a browser: {r.report}"]
     elif r.density is not None:
         lines.append("No picture of the block masks: pip install 'crisp-flex[bench]'")
     return "\n".join(lines)

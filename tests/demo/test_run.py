@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ RESULT = DemoResult(
     sites_rewritten=12,
     reasons=[],
     picture="/tmp/masks.png",
+    report="/tmp/masks.html",
 )
 
 
@@ -45,6 +47,7 @@ def test_the_text_has_both_answers_and_every_number():
         assert part in text
     assert "12 of 12" in text
     assert "/tmp/masks.png" in text
+    assert "/tmp/masks.html" in text
 
 
 def test_every_layer_has_a_number():
@@ -112,6 +115,7 @@ def test_a_run_reports_what_the_sparse_path_did(byte_llama, tmp_path, capsys, po
     assert (result.sites, result.sites_rewritten, result.reasons) == (2, 2, [])
     assert len(result.density_by_layer) == 2
     assert (tmp_path / f"crisp-flex-{policy}-1100.png").is_file()
+    assert "model.layers.1.self_attn" in Path(result.report).read_text()
     if policy == "dense":
         assert result.density == 1.0
         assert result.kl < 1e-6
