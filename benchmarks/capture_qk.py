@@ -59,7 +59,8 @@ def attention(query, key, value, scale, window):
     for first in range(0, query.shape[2], SLIDING_ROWS):
         rows = query[:, :, first : first + SLIDING_ROWS]
         start, end = max(first - window + 1, 0), first + rows.shape[2]
-        distance = torch.arange(first, end)[:, None] - torch.arange(start, end)
+        distance = torch.arange(first - start, end - start, device=query.device)[:, None]
+        distance = distance - torch.arange(end - start, device=query.device)
         parts.append(
             F.scaled_dot_product_attention(
                 rows, key[:, :, start:end], value[:, :, start:end], scale=scale,

@@ -142,10 +142,11 @@ def quality_of(keep, q, k, v, scale, v_: Variant, rows: list[int], pooled: Poole
     group = q.shape[0] // k.shape[0]
     for I in rows:
         end = (I + 1) * BLOCK_Q
-        x = q[:, I * BLOCK_Q : end]
+        step = BLOCK_Q // v_.sample
+        x = q[:, I * BLOCK_Q + step - 1 : end : step]
         logits = matmul(x, k[:, :end].mT, group) * scale
         positions = torch.arange(end, device=q.device)
-        hidden = positions > positions[-BLOCK_Q:, None]
+        hidden = positions > positions[-BLOCK_Q:][step - 1 :: step, None]
         logits = logits.masked_fill_(hidden, HIDDEN)
         top = logits.amax(-1, keepdim=True)
         p = (logits - top).exp_().unflatten(-1, (-1, v_.block))  # [Hq, 128, j, block]
@@ -171,7 +172,7 @@ def quality_of(keep, q, k, v, scale, v_: Variant, rows: list[int], pooled: Poole
         by_head = kept.transpose(0, 1)  # [Hq, G + 1, j]
         dropped = 1 - by_head
         # a block on the diagonal is always kept, so its stand-in, which sees too much, has weight 0
-        total = (by_head @ pv.flatten(2) + dropped @ pc.flatten(2)).unflatten(-1, (BLOCK_Q, -1))
+        total = (by_head @ pv.flatten(2) + dropped @ pc.flatten(2)).unflatten(-1, (v_.sample, -1))
         norm = by_head @ z.mT + dropped @ zc.mT  # [Hq, G + 1, 128]
         off = total / norm[..., None] - exact[:, None]
         norm_of_exact = exact.square().sum((1, 2))

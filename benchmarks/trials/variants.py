@@ -35,6 +35,7 @@ class Variant:
     line_grid: tuple[float, ...] = ()  # the lines' multiple at each grid value, if given
     # audit
     rows: int = 4
+    sample: int = 128  # query rows of an audited block that are looked at, evenly spaced
     target: float = 0.9  # coverage, or 1 - relative output error
     measure: str = "mass"  # mass | error
     reduce: str = "mean"  # mean or min over the audit rows
@@ -73,7 +74,19 @@ _exact_p = replace(
 _tied = replace(_exact_p, name="E exact top-p tied", line_grid=TIED)
 _no_lines = replace(_exact_p, name="E exact top-p no lines", lines=0.0)
 
+_bounded = replace(_no_lines, name="bounded", pool_q=128, sample=8)
+
 VARIANTS: list[Variant] = [
+    *_many(_bounded, target=(0.87, 0.9, 0.85, 0.92, 0.8)),
+    *_many(replace(_bounded, target=0.87, name="bounded .87"), sample=(128, 32, 16, 4)),
+    *_many(replace(_bounded, target=0.87, name="bounded .87"), pool_q=(64, 32)),
+    *_many(replace(_bounded, target=0.87, name="bounded .87"), rows=(8, 16)),
+    *_many(replace(_bounded, target=0.87, name="bounded .87"), block=(64, 32)),
+    *_many(replace(_bounded, target=0.87, name="bounded .87"), norm=("head",)),
+    *_many(replace(_bounded, target=0.87, name="bounded .87 max", reduce="min"), rows=(4, 8)),
+    replace(_bounded, name="bounded .87 segments", target=0.87, scope="segment", sample=32, rows=8),
+    replace(_bounded, name="bounded .87 value", target=0.87, value=True),
+    replace(_bounded, name="bounded .87 shared", target=0.87, share=True),
     # today's frontier, then the error audit with better estimates
     *_many(_mass, target=(0.9, 0.8, 0.95, 0.7)),
     *_many(_no_lines, target=(0.87, 0.9, 0.85)),
