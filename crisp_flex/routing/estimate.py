@@ -23,7 +23,8 @@ def estimate(mean_query: Tensor, key: Tensor, geometry: Geometry, scale: float) 
     A row sees the valid keys up to the last position of its query block.
 
     Args:
-        mean_query: [B, Hq, Nq, D] fp32, as `pool` gives it.
+        mean_query: [B, Hq, Nq, D] fp32, as `pool` gives it; rounded to the dtype of key, so that
+            tensor cores multiply the very same numbers.
         key: [B, Hkv, Lkv, D], any float dtype, Hq a multiple of Hkv.
         geometry: Of this call.
         scale: Factor on the logits.
@@ -33,6 +34,7 @@ def estimate(mean_query: Tensor, key: Tensor, geometry: Geometry, scale: float) 
         query, or one of whose visible keys, is not finite is NaN where it is visible.
     """
     g = geometry
+    mean_query = mean_query.to(key.dtype).float()
     chunks = []
     for first in range(0, g.Nq, _CHUNK_ROWS):
         rows = torch.arange(first, min(first + _CHUNK_ROWS, g.Nq), device=key.device)
