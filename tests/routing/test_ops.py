@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import crisp_flex
 from crisp_flex import CrispConfig
 from crisp_flex.config import POLICIES
+from crisp_flex.errors import InputError
 from crisp_flex.routing import ops
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
 
@@ -16,7 +18,33 @@ def test_route_passes_opcheck(policy, dtype, padded):
     q, k = torch.randn(2, 6, 300, 32, dtype=dtype), torch.randn(2, 2, 300, 32, dtype=dtype)
     key_valid = torch.arange(300).expand(2, 300) >= 40 if padded else None
     params = RouteParams.from_config(CrispConfig(policy=policy), D=32)
-    torch.library.opcheck(torch.ops.crisp_flex.route.default, (q, k, key_valid, *params.as_args()))
+    value = torch.randn(2, 2, 300, 24, dtype=dtype) if params.reads_values else None
+    torch.library.opcheck(
+        torch.ops.crisp_flex.route.default, (q, k, key_valid, *params.as_args()), {"value": value}
+    )
+
+
+def test_the_values_reach_the_policy_that_reads_them_and_no_other():
+    q, k = torch.randn(1, 2, 300, 16), torch.randn(1, 1, 300, 16)
+    seen = []
+    for policy in ("bounded", "hybrid"):
+        params = RouteParams.from_config(CrispConfig(policy=policy), D=16)
+        with ops.watch(lambda call: seen.append(call.value)):
+            ops.route(q, k, None, params, value=k)
+    assert seen[0] is not None
+    assert torch.equal(seen[0], k)
+    assert seen[1] is None
+
+
+def test_a_policy_that_reads_the_values_says_so_where_they_lack():
+    q = torch.randn(1, 2, 300, 16)
+    config = CrispConfig(policy="bounded")
+    with pytest.raises(ValueError, match="policy 'bounded' reads the values: give route value="):
+        ops.route(q, q, None, RouteParams.from_config(config, D=16))
+    with pytest.raises(InputError, match=r"looks at the values, too: pass value="):
+        crisp_flex.route(q, q, config)
+    lists = crisp_flex.route(q, q, config, value=q)
+    assert lists.kv_num_blocks.shape == (1, 2, 3)
 
 
 def test_realize_passes_opcheck():
@@ -51,5 +79,5 @@ def test_observers_see_each_call_and_only_while_active():
 def test_an_empty_batch_gives_empty_lists(policy):
     q, k = torch.randn(0, 4, 300, 16), torch.randn(0, 2, 300, 16)
     params = RouteParams.from_config(CrispConfig(policy=policy), D=16)
-    counts, buffer, _, stats = ops.route(q, k, None, params)
+    counts, buffer, _, stats = ops.route(q, k, None, params, value=k)
     assert (counts.shape, buffer.shape, stats.shape) == ((0, 4, 3), (0, 4, 3, 4), (0, 4, 6))
