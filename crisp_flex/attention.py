@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from crisp_flex import flex_hop, head_groups, last_rows, torch_internals
 from crisp_flex.check_inputs import check_inputs
 from crisp_flex.config import CrispConfig
+from crisp_flex.errors import InputError
 from crisp_flex.graph_run import run_of
 from crisp_flex.report import SiteReport
 from crisp_flex.routing import ops
@@ -30,6 +31,7 @@ def route(
     *,
     scale: float | None = None,
     key_valid: Tensor | None = None,
+    value: Tensor | None = None,
 ) -> BlockMask:
     """The blocks that each query block attends to, as a BlockMask for `flex_attention`.
 
@@ -42,6 +44,7 @@ def route(
         config: Policy and block sizes; None takes the defaults.
         scale: Factor on the logits; None is 1/sqrt(D).
         key_valid: [B, Lkv] bool, False where a key is padding.
+        value: [B, Hkv, Lkv, Dv]; only the policy "bounded" needs it.
 
     The table of all heads is made at once: 25 % of the size of K and V at 128k tokens, 32 / 8 heads
     and D 128, growing with the length. `sparse_attention` goes by head groups instead.
@@ -51,19 +54,24 @@ def route(
         its lists ascend within a row and hold the diagonal block of every row that sees anything.
 
     Raises:
-        InputError: Shapes, dtypes or devices do not fit together.
+        InputError: Shapes, dtypes or devices do not fit together, or the policy needs the values.
 
-    Source: CRISP, arXiv 2609.01925; the policy "hybrid" is our own
+    Source: CRISP, arXiv 2609.01925; the policies "hybrid" and "bounded" are our own
     (README, How it works).
     """
-    check_inputs(query, key, key, key_valid)
+    check_inputs(query, key, key if value is None else value, key_valid)
     config = config if config is not None else CrispConfig()
     config = flex_hop.settle(config, query, key, captures=False)
     params = RouteParams.from_config(config, D=query.shape[3], scale=scale)
+    if params.reads_values and value is None:
+        raise InputError(
+            f'route: policy "{params.policy}" looks at the values, too: pass value=, [B, Hkv, Lkv, '
+            "Dv], or choose another policy"
+        )
     guard = UncoveredGuard.of(config, "crisp_flex.route")
     if guard is not None:
         params = dataclasses.replace(params, max_uncovered=1.0)
-    counts, buffer, full_counts, stats = ops.route(query, key, key_valid, params)
+    counts, buffer, full_counts, stats = ops.route(query, key, key_valid, params, value=value)
     if guard is not None:
         counts = check_uncovered(counts, stats, guard)
     Lq, Lkv = query.shape[2], key.shape[2]
@@ -176,7 +184,7 @@ def _sparse(
     key_valid: Tensor | None,
 ) -> Tensor:
     """Attention over the kept blocks of all given heads; config is settled."""
-    block_mask = route(query, key, config, scale=scale, key_valid=key_valid)
+    block_mask = route(query, key, config, scale=scale, key_valid=key_valid, value=value)
     kernel = flex_hop.choose_kernel(
         query.device,
         query.dtype,

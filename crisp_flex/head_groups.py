@@ -173,7 +173,10 @@ def _route_after(
     done: Tensor,
     *args: Tensor | float | str | None,
     q_offset: Tensor | None = None,
+    value: Tensor | None = None,
     site: int = -1,
 ) -> RouteResult:
-    result: RouteResult = torch.ops.crisp_flex.route.default(*args, q_offset=q_offset, site=site)
+    result: RouteResult = torch.ops.crisp_flex.route.default(
+        *args, q_offset=q_offset, value=value, site=site
+    )
     return result

@@ -188,6 +188,8 @@ class Rewriter:
             moved: dict[str, Any] = {"site": site}
             if call.q_offset is not None:
                 moved["q_offset"] = call.q_offset
+            if call.params.reads_values:
+                moved["value"] = value
             route = torch.ops.crisp_flex.route.default
             if done is not None:
                 route, inputs = torch.ops.crisp_flex.route_after.default, (done, *inputs)

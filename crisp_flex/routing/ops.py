@@ -37,6 +37,7 @@ class RouteCall:
         key_valid: [B, Lkv] bool or None.
         params: The op's scalar arguments.
         q_offset: [1] integer or None.
+        value: [B, Hkv, Lkv, Dv], None for a policy that does not read the values.
         site: Number of the attention call in its graph, -1 where there is no graph.
         result: What the op returns.
     """
@@ -46,6 +47,7 @@ class RouteCall:
     key_valid: Tensor | None
     params: RouteParams
     q_offset: Tensor | None
+    value: Tensor | None
     site: int
     result: RouteResult
 
@@ -60,7 +62,7 @@ _PARAMS = ", ".join(f"{f.type} {f.name}" for f in dataclasses.fields(RouteParams
 torch.library.define(
     "crisp_flex::route",
     f"(Tensor query, Tensor key, Tensor? key_valid, {_PARAMS}, *, Tensor? q_offset=None, "
-    "int site=-1)"
+    "Tensor? value=None, int site=-1)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
@@ -75,6 +77,7 @@ def route(
     key_valid: Tensor | None,
     params: RouteParams,
     q_offset: Tensor | None = None,
+    value: Tensor | None = None,
 ) -> RouteResult:
     """Choose the KV blocks of every query block.
 
@@ -86,15 +89,25 @@ def route(
         params: Scale, block sizes and policy.
         q_offset: [1] integer position of query 0 where it is only known when the graph runs (a
             cache longer than its filling): query i sees keys 0 .. i + q_offset. None is Lkv - Lq.
+        value: [B, Hkv, Lkv, Dv] for a policy that reads the values (`RouteParams.reads_values`),
+            any strides. Not passed on for another one, for which V need not live as long.
 
     Returns:
         kv_num_blocks: [B, Hq, Nq] int32, partial blocks of each query block.
         kv_buffer: [B, Hq, Nq, P + Nkv] int32, contiguous; both lists ascend, see the module's text.
         full_kv_num_blocks: [B, Hq, Nq] int32, blocks in which every pair is visible.
         stats: [B, Hq, len(STAT_NAMES)] fp32.
+
+    Raises:
+        ValueError: The policy reads the values, and they are not there.
     """
     result: RouteResult = torch.ops.crisp_flex.route.default(
-        query, key, key_valid, *params.as_args(), q_offset=q_offset
+        query,
+        key,
+        key_valid,
+        *params.as_args(),
+        q_offset=q_offset,
+        value=value if params.reads_values else None,
     )
     return result
 
@@ -142,13 +155,14 @@ def _route_cpu(
     key_valid: Tensor | None,
     *args: float | int | str,
     q_offset: Tensor | None = None,
+    value: Tensor | None = None,
     site: int = -1,
 ) -> RouteResult:
     from crisp_flex.routing import reference
 
     params = _params(args)
-    result = reference.route(query, key, key_valid, params, q_offset)
-    return _shown(query, key, key_valid, params, q_offset, site, result)
+    result = reference.route(query, key, key_valid, params, q_offset, value)
+    return _shown(query, key, key_valid, params, q_offset, value, site, result)
 
 
 @torch.library.impl("crisp_flex::route", "cuda")
@@ -158,6 +172,7 @@ def _route_cuda(
     key_valid: Tensor | None,
     *args: float | int | str,
     q_offset: Tensor | None = None,
+    value: Tensor | None = None,
     site: int = -1,
 ) -> RouteResult:
     from crisp_flex.routing.kernels import dispatch
@@ -168,8 +183,8 @@ def _route_cuda(
     else:
         from crisp_flex.routing import reference
 
-        result = reference.route(query, key, key_valid, params, q_offset)
-    return _shown(query, key, key_valid, params, q_offset, site, result)
+        result = reference.route(query, key, key_valid, params, q_offset, value)
+    return _shown(query, key, key_valid, params, q_offset, value, site, result)
 
 
 def _shown(
@@ -178,13 +193,14 @@ def _shown(
     key_valid: Tensor | None,
     params: RouteParams,
     q_offset: Tensor | None,
+    value: Tensor | None,
     site: int,
     result: RouteResult,
 ) -> RouteResult:
     """result, after all who watch have seen the call: the fields of a RouteCall."""
     watchers = _watchers
     if watchers:
-        call = RouteCall(query, key, key_valid, params, q_offset, site, result)
+        call = RouteCall(query, key, key_valid, params, q_offset, value, site, result)
         for watcher in watchers:
             watcher(call)
     return result
@@ -197,6 +213,7 @@ def _route_fake(
     key_valid: Tensor | None,
     *args: float | int | str,
     q_offset: Tensor | None = None,
+    value: Tensor | None = None,
     site: int = -1,
 ) -> RouteResult:
     params = _params(args)

@@ -72,8 +72,9 @@ def route(
         batch_of_one = (query.new_zeros(1, *query.shape[1:]), key.new_zeros(1, *key.shape[1:]))
         valid = None if key_valid is None else key_valid.new_ones(1, key_valid.shape[1])
         one_value = None if value is None else value.new_zeros(1, *value.shape[1:])
-        rest = (valid, params, q_offset, one_value)
-        counts, buffer, full_counts, stats = route(*batch_of_one, *rest)
+        counts, buffer, full_counts, stats = route(
+            *batch_of_one, valid, params, q_offset, one_value
+        )
         return counts[:0], buffer[:0], full_counts[:0], stats[:0]
     geometry = Geometry.of(query, key, key_valid, params, q_offset)
     selection = _select(query, key, value, geometry, params)
