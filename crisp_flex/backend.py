@@ -14,6 +14,7 @@ from torch import fx
 
 from crisp_flex import torch_internals, wrappers
 from crisp_flex.advice import backend_ignored
+from crisp_flex.check_arguments import check_model, config_of, refuse_fields
 from crisp_flex.config import CrispConfig, field_names
 from crisp_flex.errors import ConfigError
 from crisp_flex.graph_run import tracked
@@ -149,6 +150,8 @@ def compile(
     nothing there are taken off, and what stands below the others is compiled: a graph a device, or
     a graph a layer on several. Any other callable comes back as `torch.compile` returns it.
 
+    A module may be compiled again: the last config holds, with reports of its own.
+
     Args:
         model: A torch.nn.Module in eval mode, or a function of tensors.
         config: What to route and when, or the path of a TOML file that says it
@@ -157,25 +160,23 @@ def compile(
             torch.compile takes them.
 
     Raises:
-        ConfigError: `backend` is given, `options` has an entry that is not Inductor's, or the
-            config file is missing or wrong.
+        InputError: model is neither, or torch.compile has wrapped it already.
+        ConfigError: `backend` or a field of CrispConfig is given by name, `options` has an entry
+            that is not Inductor's, or the config file is missing or wrong.
 
     Example:
         >>> model = crisp_flex.compile(model)
         >>> model.generate(input_ids, max_new_tokens=32)
     """
     if "backend" in torch_compile_kwargs:
-        raise ConfigError("crisp_flex.compile sets backend itself; use torch.compile to choose one")
-    if isinstance(config, (str, os.PathLike)):
-        config = CrispConfig.load(config)
-    elif config is not None and not isinstance(config, CrispConfig):
         raise ConfigError(
-            "config must be a CrispConfig or the path of a TOML file, got "
-            f'{type(config).__name__}: write CrispConfig(policy="hybrid"), or '
-            "CrispConfig.from_options({...}) for a dict"
+            "crisp_flex.compile sets backend itself: choose the kernel with "
+            'CrispConfig(backend="flash"), or another compiler with torch.compile'
         )
+    check_model(model, "compile")
+    refuse_fields(torch_compile_kwargs)
     backend = CrispFlexBackend(
-        config,
+        config_of(config, "compile"),
         mode=torch_compile_kwargs.pop("mode", None),
         options=torch_compile_kwargs.pop("options", None),
     )
@@ -237,9 +238,12 @@ def reports(model: Callable[..., Any]) -> list[RewriteReport]:
     Raises:
         ConfigError: The model did not come from `crisp_flex.compile`.
     """
-    backend = _backends.get(model)
+    backend = backend_of(model)
     if backend is None:
-        raise ConfigError("this model did not come from crisp_flex.compile, so it has no reports")
+        raise ConfigError(
+            f"this {type(model).__name__} did not come from crisp_flex.compile, so it has no "
+            "reports: hand over what crisp_flex.compile returned"
+        )
     return list(backend.reports.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import fx
 
 from crisp_flex import torch_internals
 from crisp_flex.backend import CrispFlexBackend, backend_of
+from crisp_flex.check_arguments import check_model, config_of
 from crisp_flex.config import CrispConfig
 from crisp_flex.errors import CrispFlexError
 from crisp_flex.explanation import Explanation
@@ -22,7 +24,7 @@ from crisp_flex.report import RewriteReport
 def explain(
     model: Callable[..., Any],
     *args: Any,  # noqa: ANN401
-    config: CrispConfig | None = None,
+    config: CrispConfig | str | os.PathLike[str] | None = None,
     **kwargs: Any,  # noqa: ANN401
 ) -> Explanation:
     """Trace model(*args, **kwargs) and say, for every attention call, what is done and why.
@@ -36,13 +38,16 @@ def explain(
         model: A module or function. One that `crisp_flex.compile` returned is explained by its own
             config unless another is given; one compiled by name, by the defaults.
         *args: As for the model.
-        config: What to route and when; None takes the model's own, else the defaults.
+        config: What to route and when, or the path of a TOML file that says it; None takes the
+            model's own, else the defaults.
         **kwargs: As for the model.
 
     Returns:
         The sites in the order of their graphs; `str()` is text for people, `to_dict()` plain data.
 
     Raises:
+        InputError: model is neither a module nor a function.
+        ConfigError: The config is wrong.
         CrispFlexError: Dynamo traced nothing (its recompile limit is reached, or it is disabled).
 
     Example:
@@ -54,8 +59,10 @@ def explain(
         >>> [site.rejection.reason.name for site in found.report.rejected]
         ['TOO_SHORT']
     """
+    check_model(model, "explain", compiled=True)
     owner = backend_of(model)
-    settings = config or (owner.config if owner is not None else CrispConfig())
+    given = config_of(config, "explain")
+    settings = given or (owner.config if owner is not None else CrispConfig())
     seen: dict[str, RewriteReport] = {}
 
     def backend(
