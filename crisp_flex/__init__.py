@@ -13,6 +13,7 @@ from crisp_flex.config import CrispConfig
 from crisp_flex.errors import (
     ConfigError,
     CrispFlexError,
+    FallbackWarning,
     InputError,
     UnavailableError,
     UncoveredError,
@@ -32,6 +33,7 @@ __all__ = [
     "CrispFlexBackend",
     "CrispFlexError",
     "Explanation",
+    "FallbackWarning",
     "InputError",
     "Reason",
     "Record",

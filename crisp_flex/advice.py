@@ -22,6 +22,8 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "NEEDS_GRAD": "call it under torch.no_grad()",
         "UNSUPPORTED_DEVICE": 'move the model: model.to("cuda")',
         "CPU_LACKS_FLEX": "run it on a CUDA GPU",
+        "NO_COMPILER": "install what the reason names; crisp-flex doctor checks it",
+        "NOT_COMPILED": "report it with the error's text; until then the call stays dense",
         "UNSUPPORTED_DTYPE": "load the model in bfloat16",
         "MIXED_DTYPES": "cast query, key and value to one dtype",
         "AUTOCAST": "load the model in bfloat16 instead of using autocast",

@@ -8,13 +8,14 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from crisp_flex import flex_hop, head_groups, last_rows, torch_internals
-from crisp_flex.check_inputs import check_inputs
+from crisp_flex import flex_hop, head_groups, last_rows, toolchain, torch_internals
+from crisp_flex.check_arguments import config_of
+from crisp_flex.check_inputs import check_inputs, warn_of_gradients
 from crisp_flex.config import CrispConfig
+from crisp_flex.dense_attention import dense_attention
 from crisp_flex.errors import InputError
 from crisp_flex.graph_run import run_of
 from crisp_flex.report import SiteReport
@@ -22,6 +23,13 @@ from crisp_flex.routing import ops
 from crisp_flex.routing.geometry import partial_slots
 from crisp_flex.routing.params import RouteParams
 from crisp_flex.uncovered import UncoveredGuard, check_uncovered
+
+# Kinds of calls that did not compile, and what to say of them.
+_not_compiled: dict[tuple[Any, ...], str] = {}
+
+
+class _NotCompiledError(Exception):
+    """A call of one kind does not compile here."""
 
 
 def route(
@@ -60,7 +68,7 @@ def route(
     (README, How it works).
     """
     check_inputs(query, key, key if value is None else value, key_valid)
-    config = config if config is not None else CrispConfig()
+    config = config_of(config, "route") or CrispConfig()
     config = flex_hop.settle(config, query, key, captures=False)
     params = RouteParams.from_config(config, D=query.shape[3], scale=scale)
     if params.reads_values and value is None:
@@ -125,37 +133,62 @@ def sparse_attention(
 
     Raises:
         InputError: Shapes, dtypes or devices do not fit together.
+        ConfigError: config is no CrispConfig.
+
+    Warns:
+        UserWarning: An input requires gradients; the result is detached from it.
+
+    Source: the kept blocks are computed by FlexAttention, arXiv 2412.05496.
     """
     check_inputs(query, key, value, key_valid)
-    config = flex_hop.settle(
-        config if config is not None else CrispConfig(), query, value, captures=False
-    )
+    warn_of_gradients(query, key, value)
+    config = config_of(config, "sparse_attention") or CrispConfig()
+    config = flex_hop.settle(config, query, value, captures=False)
     with torch.no_grad():
         if query.shape[2] < config.least_tokens:
-            return _dense(query, key, value, key_valid, scale)
-        count = head_groups.count_groups_of(
-            query,
-            key,
-            value,
-            block_size=config.tokens_per_block,
-            has_key_valid=key_valid is not None,
-        )
-        apart = key_valid is None and last_rows.are_apart(query, key, value, config)
-        listed = dataclasses.replace(config, dense_last_blocks=0) if apart else config
-        with _recorded(config, apart):
-            if count == 1:
-                out = _sparse(query, key, value, listed, scale, key_valid)
-            else:
-                out = _empty_like(query, Dv=value.shape[3])
-                for group in head_groups.split_heads(count, Hq=query.shape[1], Hkv=key.shape[1]):
-                    heads = slice(group.q_start, group.q_end)
-                    k, v = (x[:, group.kv_start : group.kv_end] for x in (key, value))
-                    out[:, heads] = _sparse(query[:, heads], k, v, listed, scale, key_valid)
-        if apart:
-            factor = scale if scale is not None else query.shape[3] ** -0.5
-            numbers = (config.tokens_per_block[0], config.dense_last_blocks)
-            torch.ops.crisp_flex.write_last_rows(out, query, key, value, factor, *numbers)
-        return out
+            return dense_attention(query, key, value, key_valid, scale)
+        if problem := toolchain.missing(query.device.type):
+            toolchain.warn_once(f"{problem}. Until then sparse_attention is dense")
+            return dense_attention(query, key, value, key_valid, scale)
+        try:
+            return _grouped(query, key, value, config, scale, key_valid)
+        except _NotCompiledError as error:
+            toolchain.warn_once(f"{error}, so sparse_attention is dense for such calls")
+            return dense_attention(query, key, value, key_valid, scale)
+
+
+def _grouped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: CrispConfig,
+    scale: float | None,
+    key_valid: Tensor | None,
+) -> Tensor:
+    """Attention over the kept blocks, in head groups; the last blocks apart where they can be."""
+    count = head_groups.count_groups_of(
+        query,
+        key,
+        value,
+        block_size=config.tokens_per_block,
+        has_key_valid=key_valid is not None,
+    )
+    apart = key_valid is None and last_rows.are_apart(query, key, value, config)
+    listed = dataclasses.replace(config, dense_last_blocks=0) if apart else config
+    with _recorded(config, apart):
+        if count == 1:
+            out = _sparse(query, key, value, listed, scale, key_valid)
+        else:
+            out = _empty_like(query, Dv=value.shape[3])
+            for group in head_groups.split_heads(count, Hq=query.shape[1], Hkv=key.shape[1]):
+                heads = slice(group.q_start, group.q_end)
+                k, v = (x[:, group.kv_start : group.kv_end] for x in (key, value))
+                out[:, heads] = _sparse(query[:, heads], k, v, listed, scale, key_valid)
+    if apart:
+        factor = scale if scale is not None else query.shape[3] ** -0.5
+        numbers = (config.tokens_per_block[0], config.dense_last_blocks)
+        torch.ops.crisp_flex.write_last_rows(out, query, key, value, factor, *numbers)
+    return out
 
 
 def _recorded(config: CrispConfig, apart: bool) -> contextlib.AbstractContextManager[None]:
@@ -213,7 +246,16 @@ def _sparse(
         scale,
         tuple(sorted(options.items())),
     )
-    out: Tensor = _compiled_flex(kind)(query, key, value, block_mask, scale, options)
+    if kind in _not_compiled:
+        raise _NotCompiledError(_not_compiled[kind])
+    try:
+        out: Tensor = _compiled_flex(kind)(query, key, value, block_mask, scale, options)
+    except torch_internals.COMPILE_ERRORS as error:
+        said = str(error).partition("\n")[0]
+        _not_compiled[kind] = (
+            toolchain.diagnose(query.device.type) or f"Inductor could not compile ({said})"
+        )
+        raise _NotCompiledError(_not_compiled[kind]) from error
     return out
 
 
@@ -266,21 +308,3 @@ def _padded(offset: Tensor, key_valid: Tensor) -> Any:  # noqa: ANN401
         return (q_idx + offset[b] >= kv_idx) & key_valid[b, kv_idx.to(torch.int64)]
 
     return causal_padded
-
-
-def _dense(
-    query: Tensor, key: Tensor, value: Tensor, key_valid: Tensor | None, scale: float | None
-) -> Tensor:
-    Lq, Lkv = query.shape[2], key.shape[2]
-    gqa = query.shape[1] != key.shape[1]
-    if key_valid is None and Lq == Lkv:
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=gqa
-        )
-    positions = torch.arange(Lkv, device=query.device)
-    mask = positions <= positions[Lkv - Lq :, None]
-    if key_valid is not None:
-        mask = mask & key_valid[:, None, None, :]
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa
-    )

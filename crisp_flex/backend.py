@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from crisp_flex import torch_internals, wrappers
+from crisp_flex import fallback, torch_internals, wrappers
 from crisp_flex.advice import backend_ignored
 from crisp_flex.check_arguments import check_model, config_of, refuse_fields
 from crisp_flex.config import CrispConfig, field_names
 from crisp_flex.errors import ConfigError
 from crisp_flex.graph_run import tracked
+from crisp_flex.passes.graph_copy import copy_with_meta
 from crisp_flex.passes.pipeline import run_passes
 from crisp_flex.report import RewriteReport
 
@@ -88,6 +89,7 @@ class CrispFlexBackend:
             patches: Inductor settings on top of the backend's own.
         """
         patches = {**self.patches, **patches}
+        original = copy_with_meta(gm.graph)
         report = run_passes(gm, self.config, inside=inside)
         # keyed by compile id: Dynamo may restart its analysis and call again for the same frame
         # (a part compiled by itself has a frame of its own, but perhaps the same number)
@@ -103,7 +105,7 @@ class CrispFlexBackend:
             patches["epilogue_fusion"] = False
             if self.config.backend != "auto" and len(self.reports) == 1:
                 warnings.warn(f"crisp_flex: {backend_ignored(self.config.backend)}", stacklevel=2)
-        compiled = torch_internals.compile_with_inductor(gm, example_inputs, patches)
+        compiled = fallback.compile_graph(gm, original, example_inputs, patches, report)
         return tracked(compiled, self, report)
 
     @property

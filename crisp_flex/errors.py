@@ -25,3 +25,7 @@ class UncoveredError(CrispFlexError, RuntimeError):
 
 class UncoveredWarning(UserWarning):
     """A head leaves out more attention mass than max_uncovered, with on_violation="warn"."""
+
+
+class FallbackWarning(UserWarning):
+    """Something on this machine is missing or broken, so a slower path gives the same result."""

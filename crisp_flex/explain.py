@@ -17,6 +17,7 @@ from crisp_flex.check_arguments import check_model, config_of
 from crisp_flex.config import CrispConfig
 from crisp_flex.errors import CrispFlexError
 from crisp_flex.explanation import Explanation
+from crisp_flex.passes.graph_copy import copy_with_meta
 from crisp_flex.passes.pipeline import run_passes
 from crisp_flex.report import RewriteReport
 
@@ -68,7 +69,7 @@ def explain(
     def backend(
         inside: str, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        copied = fx.GraphModule(gm, _copy_with_meta(gm.graph))
+        copied = fx.GraphModule(gm, copy_with_meta(gm.graph))
         report = run_passes(copied, settings, inside=inside)
         # by compile id: Dynamo may restart its analysis and call again for the same frame
         seen[f"{inside} {torch_internals.current_compile_id()}"] = report
@@ -134,9 +135,3 @@ def _by_own_names(report: RewriteReport, model: Callable[..., Any]) -> RewriteRe
 
 def _name(model: Callable[..., Any]) -> str:
     return getattr(model, "__name__", type(model).__name__)
-
-
-def _copy_with_meta(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
-    return copied

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from crisp_flex import gpu_table, torch_internals
+from crisp_flex import gpu_table, toolchain, torch_internals
 from crisp_flex.config import BLOCK_SIZE, CrispConfig
 from crisp_flex.errors import UnavailableError
 
@@ -56,19 +54,28 @@ def choose_kernel(
     `UnboundLocalError: buf2`), so such a site takes TRITON.
 
     FLASH (flash-attn-4) takes fp16 and bf16 on Hopper and Blackwell, and on Hopper only key blocks
-    that equal the kernel's tile: gpu_table has the block sizes by head dim.
+    that equal the kernel's tile: gpu_table has the block sizes by head dim. Where it would be taken
+    but is missing or broken, one warning says what to install.
     """
     if device.type == "cpu":
         return "CPU"
     if backend == "triton":
         return "TRITON"
-    if backend == "flash" and not flash_available():
+    sizes = {block_size, *gpu_table.gpu_of(device).flash_block_sizes(D)}
+    fits = {size: _flash_fits(device, dtype, D, Dv, size, captures) for size in sizes}
+    if flash_available():
+        return "FLASH" if fits[block_size] else "TRITON"
+    if backend == "flash":
         raise UnavailableError(
-            'backend="flash" needs the package flash-attn-4, which does not import here: '
-            'install it, or use backend="auto"'
+            f'backend="flash" needs flash-attn-4. {toolchain.flash_problem()}, or use '
+            'backend="auto"'
         )
-    fits = _flash_fits(device, dtype, D, Dv, block_size, captures)
-    return "FLASH" if fits and flash_available() else "TRITON"
+    if fits[block_size] or (block_size == BLOCK_SIZE and any(fits.values())):
+        toolchain.warn_once(
+            f"{toolchain.flash_problem()}. Until then attention runs on TRITON, which is slower "
+            'on this GPU; CrispConfig(backend="triton") chooses that without this warning'
+        )
+    return "TRITON"
 
 
 def _flash_fits(
@@ -87,20 +94,9 @@ def _flash_fits(
     )
 
 
-@functools.cache
 def flash_available() -> bool:
-    """Whether flash-attn-4 imports here; a broken install warns once and counts as absent."""
-    try:
-        importlib.import_module("flash_attn.cute")
-    except ModuleNotFoundError as error:
-        if error.name in ("flash_attn", "flash_attn.cute"):
-            return False
-        warnings.warn(f"flash-attn-4 does not import ({error}); using TRITON", stacklevel=2)
-        return False
-    except ImportError as error:
-        warnings.warn(f"flash-attn-4 does not import ({error}); using TRITON", stacklevel=2)
-        return False
-    return True
+    """Whether flash-attn-4 imports here; `toolchain.flash_problem` says why not."""
+    return not toolchain.flash_problem()
 
 
 def kernel_options(

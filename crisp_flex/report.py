@@ -23,6 +23,8 @@ class Reason(Enum):
     )
     UNSUPPORTED_DEVICE = "the tensors are neither on CUDA nor on the CPU"
     CPU_LACKS_FLEX = "Inductor's FlexAttention kernel does not run on this CPU (AVX2, Linux)"
+    NO_COMPILER = "nothing can be compiled for this device"
+    NOT_COMPILED = "Inductor raised an error on the sparse call"
     UNSUPPORTED_DTYPE = "the dtype is not float32, float16 or bfloat16"
     MIXED_DTYPES = "query, key and value have different dtypes"
     AUTOCAST = "autocast changes the dtype inside the call"

@@ -22,6 +22,12 @@ import torch
 import torch._inductor
 from torch import fx
 from torch._functorch import predispatch
+from torch._inductor.exc import (
+    GPUTooOldForTriton,
+    InductorError,
+    InvalidCxxCompiler,
+    TritonMissing,
+)
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.nn.attention.flex_attention import BlockMask
@@ -29,6 +35,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "ADD_BATCH_DIM",
+    "COMPILE_ERRORS",
+    "FLASH_NEEDS",
     "FLEX_ATTENTION",
     "INVOKE_SUBGRAPH",
     "PADS",
@@ -40,7 +48,9 @@ __all__ = [
     "block_mask_fields",
     "compile_apart",
     "compile_with_inductor",
+    "copy_source",
     "counted_graph_breaks",
+    "cpp_compiler",
     "cpu_has_flex",
     "current_compile_id",
     "inductor_modes",
@@ -63,6 +73,14 @@ PADS = (torch.nn.functional.pad, torch._C._nn.pad)
 # (x, in_dim, level) and (x, level, size, out_dim): torch.vmap in a Dynamo graph
 ADD_BATCH_DIM = predispatch._add_batch_dim
 REMOVE_BATCH_DIM = predispatch._remove_batch_dim
+# what Inductor raises where it cannot compile a graph, whatever the cause
+COMPILE_ERRORS = (InductorError, TritonMissing, GPUTooOldForTriton)
+# what the code that Inductor makes for FLASH imports from flash-attn-4
+FLASH_NEEDS = (
+    ("flash_attn.cute", "__name__"),
+    ("flash_attn.cute.interface", "_flash_attn_fwd"),
+    ("flash_attn.cute.block_sparsity", "BlockSparseTensorsTorch"),
+)
 
 
 @functools.cache
@@ -110,6 +128,16 @@ def cpu_has_flex() -> bool:
     from torch._inductor.kernel.flex import flex_cpu
 
     return bool(flex_cpu.check_cpu_supported())
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor takes; None where it finds none that runs."""
+    from torch._inductor import cpp_builder
+
+    try:
+        return str(cpp_builder.get_cpp_compiler())
+    except (InvalidCxxCompiler, OSError):  # OSError: the file is there and is no program
+        return None
 
 
 def compile_with_inductor(
@@ -243,6 +271,12 @@ def compile_apart(
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(apart, backend=backend, **options)
     return compiled
+
+
+def copy_source(placeholder: fx.Node, copied: fx.Node) -> None:
+    """Give a copy of a Dynamo placeholder what AOTAutograd asks of it: where the input is from."""
+    if hasattr(placeholder, "_dynamo_source"):
+        copied._dynamo_source = placeholder._dynamo_source  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

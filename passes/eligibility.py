@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 
-from crisp_flex import torch_internals
+from crisp_flex import toolchain, torch_internals
 from crisp_flex.config import CrispConfig
 from crisp_flex.passes.mask_spec import MaskSpec
 from crisp_flex.passes.match import SdpaSite
@@ -85,6 +85,8 @@ def _kind(call: _Call) -> Iterator[Rejection]:
         yield Rejection(Reason.UNSUPPORTED_DEVICE, str(q.device))
     if q.device.type == "cpu" and not torch_internals.cpu_has_flex():
         yield Rejection(Reason.CPU_LACKS_FLEX)
+    if problem := toolchain.missing(q.device.type):
+        yield Rejection(Reason.NO_COMPILER, problem)
     if not q.dtype == k.dtype == v.dtype:
         yield Rejection(Reason.MIXED_DTYPES, f"{q.dtype}, {k.dtype} and {v.dtype}")
     if q.dtype not in DTYPES:

@@ -26,7 +26,7 @@ from crisp_flex.passes.sparse_call import (
     share_with_sinks,
     size_of,
 )
-from crisp_flex.routing.ops import RouteResult  # noqa: F401  (registers the operators)
+from crisp_flex.routing.ops import has_kernels  # its import registers the operators, too
 from crisp_flex.uncovered import UncoveredGuard
 
 
@@ -53,9 +53,7 @@ def _selection(call: Plan, q: torch.Tensor, k: torch.Tensor) -> str:
         return ""
     if q.device.type != "cuda":
         return "reference"
-    from crisp_flex.routing.kernels import dispatch  # imports Triton
-
-    return "kernels" if dispatch.supports(q, k, call.params) else "reference"
+    return "kernels" if has_kernels(q, k, call.params) else "reference"
 
 
 @dataclass(slots=True)

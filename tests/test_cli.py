@@ -1,14 +1,13 @@
 """What the command line says and returns."""
 
 import json
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from crisp_flex import UnavailableError
+from crisp_flex import UnavailableError, toolchain, torch_internals
 from crisp_flex.cli import main, quality
 
 
@@ -75,11 +74,13 @@ def test_doctor_says_what_runs_here_and_exits_with_0(capsys):
 
 def test_doctor_exits_with_1_without_a_compiler_and_names_traps(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(shutil, "which", lambda program: None)
+    monkeypatch.setattr(torch_internals, "cpp_compiler", lambda: None)
+    toolchain.missing.cache_clear()
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "install g++ or set CXX" in out
+    toolchain.missing.cache_clear()
+    assert "install g++, or set CXX" in out
     assert "TORCH_COMPILE_DISABLE  is set to '1'; torch.compile does nothing" in out
     assert out.endswith("crisp_flex cannot run here: put right what is marked fail\n")
 

@@ -6,12 +6,11 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
 from dataclasses import asdict, dataclass
 
 import torch
 
-from crisp_flex import flex_hop, gpu_table, torch_internals
+from crisp_flex import gpu_table, toolchain, torch_internals
 from crisp_flex.demo.screen import write
 
 _OLDEST_TORCH = (2, 11)
@@ -85,9 +84,13 @@ def _torch() -> Finding:
 
 
 def _triton() -> Finding:
-    if importlib.util.find_spec("triton") is None:
-        return Finding("triton", "fail", "not installed: pip install triton")
-    return Finding("triton", "ok", importlib.metadata.version("triton"))
+    if problem := toolchain.missing("cuda"):
+        return Finding(
+            "triton", "fail", f"{problem}. Until then every call stays dense, uncompiled"
+        )
+    import triton  # its distribution has other names in other channels, so no look at metadata
+
+    return Finding("triton", "ok", triton.__version__)
 
 
 def _gpu() -> list[Finding]:
@@ -115,8 +118,8 @@ def _gpu() -> list[Finding]:
 
 
 def _flash() -> Finding:
-    if not flex_hop.flash_available():
-        text = "does not import, so attention runs on TRITON: pip install flash-attn-4 (sm_90, 100)"
+    if problem := toolchain.flash_problem():
+        text = f"{problem} (sm_90, sm_100). Until then attention runs on TRITON"
         return Finding("FLASH", "note", text)
     try:
         version = importlib.metadata.version("flash-attn-4")
@@ -136,12 +139,11 @@ def _cpu() -> list[Finding]:
     found = [
         Finding("GPU", "note", "torch sees none; the CPU gives right results, and no speed-up")
     ]
-    compiler = next((c for c in (os.environ.get("CXX"), "g++", "clang++") if c and _path(c)), None)
-    if compiler is None:
-        text = "none found, and Inductor needs one on the CPU: install g++ or set CXX"
+    if problem := toolchain.diagnose("cpu"):
+        text = f"{problem}. Until then every call stays dense, uncompiled"
         found.append(Finding("C++ compiler", "fail", text))
     else:
-        found.append(Finding("C++ compiler", "ok", str(_path(compiler))))
+        found.append(Finding("C++ compiler", "ok", str(torch_internals.cpp_compiler())))
     if torch_internals.cpu_has_flex():
         found.append(
             Finding("CPU kernel", "ok", "FlexAttention in C++; blocks are chosen by plain PyTorch")
@@ -150,7 +152,3 @@ def _cpu() -> list[Finding]:
         text = "FlexAttention does not run on this CPU (AVX2 and Linux are needed): calls are dense"
         found.append(Finding("CPU kernel", "fail", text))
     return found
-
-
-def _path(program: str) -> str | None:
-    return shutil.which(program)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from crisp_flex import toolchain
 from crisp_flex.routing.geometry import partial_slots
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
 
@@ -175,16 +176,29 @@ def _route_cuda(
     value: Tensor | None = None,
     site: int = -1,
 ) -> RouteResult:
-    from crisp_flex.routing.kernels import dispatch
-
     params = _params(args)
-    if dispatch.supports(query, key, params):
+    if has_kernels(query, key, params):
+        from crisp_flex.routing.kernels import dispatch
+
         result = dispatch.route(query, key, key_valid, params, q_offset)
     else:
         from crisp_flex.routing import reference
 
         result = reference.route(query, key, key_valid, params, q_offset, value)
     return _shown(query, key, key_valid, params, q_offset, value, site, result)
+
+
+def has_kernels(query: Tensor, key: Tensor, params: RouteParams) -> bool:
+    """Whether Triton kernels choose the blocks of this call on CUDA; else the reference does.
+
+    One warning where there are none because Triton is missing or broken.
+    """
+    if problem := toolchain.missing("cuda"):
+        toolchain.warn_once(f"{problem}. Until then blocks are chosen by plain PyTorch")
+        return False
+    from crisp_flex.routing.kernels import dispatch  # imports Triton
+
+    return dispatch.supports(query, key, params)
 
 
 def _shown(

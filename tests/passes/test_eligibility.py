@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from graphs import capture, causal, padded_mask, position_mask, repeat_kv
 
-from crisp_flex import CrispConfig, Reason, torch_internals
+from crisp_flex import CrispConfig, Reason, toolchain, torch_internals
 from crisp_flex.passes import eligibility
 from crisp_flex.passes.lift_mask import lift_mask
 from crisp_flex.passes.match import find_sdpa_sites
@@ -182,6 +182,7 @@ BY_HAND = {
     Reason.MASK_WITH_CAUSAL: lambda node: node.update_kwarg("attn_mask", node.args[0]),
     Reason.NEEDS_GRAD: lambda node: node.meta["example_value"].requires_grad_(),
     Reason.CPU_LACKS_FLEX: lambda node: None,
+    Reason.NO_COMPILER: lambda node: None,
     Reason.SCALE_UNKNOWN: lambda node: node.update_kwarg("scale", node.args[0]),
 }
 
@@ -194,7 +195,11 @@ def _reshape(node, shape):
     node.meta["example_value"] = node.meta["example_value"].new_empty(shape)
 
 
-@pytest.mark.parametrize("reason", Reason, ids=lambda reason: reason.name)
+# what Inductor raises comes behind the passes: tests/cases/test_missing_tools.py
+BY_THE_PASSES = [reason for reason in Reason if reason is not Reason.NOT_COMPILED]
+
+
+@pytest.mark.parametrize("reason", BY_THE_PASSES, ids=lambda reason: reason.name)
 def test_refused_sites_stay_dense(reason, monkeypatch):
     if reason in REFUSED:
         fn, inputs, config, dynamic = REFUSED[reason]
@@ -206,6 +211,8 @@ def test_refused_sites_stay_dense(reason, monkeypatch):
         BY_HAND[reason](node)
         if reason is Reason.CPU_LACKS_FLEX:
             monkeypatch.setattr(torch_internals, "cpu_has_flex", lambda: False)
+        if reason is Reason.NO_COMPILER:
+            monkeypatch.setattr(toolchain, "missing", lambda device_type: "no compiler")
         gm.recompile()
     before = gm.code
     report = run_passes(gm, config)
