@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, key_valid: Tensor | 
         value: [B, Hkv, Lkv, Dv].
         key_valid: [B, Lkv] bool, or None.
     """
+    kinds = [type(x).__name__ for x in (query, key, value) if not isinstance(x, Tensor)]
+    if kinds:
+        raise InputError(f"query, key and value must be tensors [B, H, L, D]; got {kinds[0]}")
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         raise InputError(f"query, key and value must be [B, H, L, D]; got {shapes}")
@@ -43,9 +48,22 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, key_valid: Tensor | 
     if Lq == 0:
         raise InputError(f"query has no tokens: {shapes}")
     if Lkv < Lq:
-        raise InputError(f"Lkv must be at least Lq (the last query sees the last key): {shapes}")
+        raise InputError(
+            "Lkv must be at least Lq, since the last query sees the last key (the layout is "
+            f"[B, H, L, D]): {shapes}"
+        )
     if key_valid is not None and (key_valid.shape != (B, Lkv) or key_valid.dtype != torch.bool):
         raise InputError(
             f"key_valid must be [B, Lkv] = [{B}, {Lkv}] bool; got {list(key_valid.shape)} "
             f"{key_valid.dtype}"
+        )
+
+
+def warn_of_gradients(*tensors: Tensor) -> None:
+    """Warn where autograd would want a backward that is not there."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        warnings.warn(
+            "crisp_flex.sparse_attention has no backward, so its result is detached from its "
+            "inputs: call it under torch.no_grad(), or train with dense attention",
+            stacklevel=3,
         )

@@ -168,12 +168,21 @@ class CrispConfig:
         if not _is_number(self.alpha) or not 0 < self.alpha < float("inf"):
             raise ConfigError(f"alpha must be a finite number above 0, got {self.alpha!r}")
         _check_kernel_options(self.kernel_options)
+        if not isinstance(self.overrides, Mapping):
+            raise ConfigError(
+                'overrides must be a dict such as {"model.layers.0": {"enabled": False}}, got '
+                f"{self.overrides!r}"
+            )
         for key, changes in self.overrides.items():
             self._check_override(key, changes)
 
     def _check_override(self, key: object, changes: Mapping[str, Any]) -> None:
         if not isinstance(key, str) and not _is_int(key):
             raise ConfigError(f"overrides: a key is a site index or a module path, got {key!r}")
+        if not isinstance(changes, Mapping):
+            raise ConfigError(
+                f'overrides[{key!r}] must be a dict such as {{"enabled": False}}, got {changes!r}'
+            )
         unknown = set(changes) - set(field_names()) | set(changes) & _WHOLE_GRAPH
         if unknown:
             raise ConfigError(
@@ -286,7 +295,8 @@ def _two_sizes(given: object) -> tuple[int, ...]:
         _is_int(b) and 16 <= b <= 512 and b & (b - 1) == 0 for b in sizes
     ):
         raise ConfigError(
-            f"block_size must be two powers of two in [16, 512], (query, key), got {given!r}"
+            "block_size must be two powers of two in [16, 512], (query, key), such as (128, 128); "
+            f"got {given!r}"
         )
     return sizes
 

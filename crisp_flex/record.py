@@ -54,7 +54,8 @@ def record(
         The Record; its rows are there after the block.
 
     Raises:
-        ConfigError: audit is no count, or model did not come from `crisp_flex.compile`.
+        ConfigError: audit is no count, heads are no numbers, or model did not come from
+            `crisp_flex.compile`.
 
     Example:
         >>> import torch, crisp_flex
@@ -64,8 +65,14 @@ def record(
         >>> rec.rows[0].density, rec.rows[0].mass
         (1.0, [1.0, 1.0])
     """
+    if isinstance(audit, torch.nn.Module):
+        raise ConfigError("record: the first argument is audit; write record(model=model)")
     if isinstance(audit, bool) or not isinstance(audit, int) or audit < 0:
         raise ConfigError(f"audit must be a number of query blocks, 0 or more, got {audit!r}")
+    if heads is not None and not (
+        isinstance(heads, (tuple, list)) and all(isinstance(h, int) and h >= 0 for h in heads)
+    ):
+        raise ConfigError(f"heads must be numbers of heads such as (0, 5), got {heads!r}")
     only = None
     if model is not None:
         only = backend_of(model)
@@ -80,6 +87,7 @@ def record(
             yield found
     finally:
         found._read()
+        found._open = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,6 +113,7 @@ class Record:
         self.missed = 0
         self._audit, self._only, self._heads = audit, only, heads
         self._noted: dict[tuple[int, int], _Noted] = {}
+        self._open = True
         self._calls = 0
         self._lock = threading.Lock()
 
@@ -262,17 +271,23 @@ class Record:
         Raises:
             CrispFlexError: There are none.
         """
-        numbers = [row.run for row in self.rows]
-        wanted = run if run is not None else (numbers[0] if numbers else None)
+        numbers = sorted({row.run for row in self.rows})
+        wanted = run if run is not None or not self.rows else self.rows[0].run
         rows = [row for row in self.rows if row.run == wanted]
         if not rows:
             raise CrispFlexError(
-                "nothing was recorded: no call ran sparsely inside the block; "
-                "crisp_flex.explain(model, ...) says why"
-                if not numbers
-                else f"there is no run {run}; recorded were {sorted(set(numbers))}"
+                f"there is no run {run}; recorded were {numbers}" if numbers else self.why_empty()
             )
         return rows
+
+    def why_empty(self) -> str:
+        """What to tell a user who asks for rows where there are none."""
+        if self._open:
+            return "the rows are read when the record block ends: ask for them behind it"
+        return (
+            "nothing was recorded: no call ran sparsely inside the block; "
+            "crisp_flex.explain(model, ...) says why"
+        )
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write everything as one HTML file that needs no network.

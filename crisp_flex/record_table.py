@@ -80,10 +80,7 @@ def totals(record: Record) -> str:
 def summary(record: Record) -> str:
     """The table and the totals as text; see HEADS for the columns."""
     if not record.rows:
-        return (
-            "nothing was recorded: no call ran sparsely inside the block; "
-            "crisp_flex.explain(model, ...) says why"
-        )
+        return record.why_empty()
     rows = [cells(row) for row in record.rows]
     if importlib.util.find_spec("rich") is not None:
         return _rich(rows) + totals(record)
