@@ -1,4 +1,4 @@
-"""Models in wrappers: generate (B01), ones masks (B02), hooks (B13), LoRA (B25), int8 (B26).
+"""Models in wrappers: generate (B01), ones masks (B02), hooks (B13), LoRA (B25), torchao (B26).
 
 Graphs run as they are rewritten, without Inductor: with policy "dense" that is exact.
 """
@@ -116,13 +116,23 @@ def test_b25_adapters_show_in_the_next_call_and_generate_is_sparse():
     assert rewritten(compiled) >= before + 2
 
 
-def test_b26_int8_weights_keep_the_sites():
+@pytest.mark.parametrize("weights", ["int8", "int4", "int4 unpacked"])
+def test_b26_quantised_weights_keep_the_sites(weights):
     quantization = pytest.importorskip("torchao.quantization")
+    int4 = pytest.importorskip("torchao.prototype.quantization.int4")
+    config = {
+        "int8": lambda: quantization.Int8WeightOnlyConfig(),
+        # the layout of the CPU's own kernel
+        "int4": lambda: int4.PrototypeInt4WeightOnlyConfig(32, set_inductor_config=False),
+        "int4 unpacked": lambda: quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4),
+    }[weights]()
     model = llama()
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    quantization.quantize_(model, config)
+    assert type(model.lm_head.weight) is not torch.nn.Parameter
     want = logits(model)
     compiled = crisp_flex.compile(model, CONFIG)
     assert relative_error(logits(compiled), want) < 1e-5
+    assert [len(report.sites) for report in crisp_flex.reports(model)] == [2]
     assert rewritten(compiled) == 2
 
 
