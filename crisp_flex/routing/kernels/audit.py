@@ -44,7 +44,7 @@ class Audit:
     Attributes:
         levels: Of the lines.
         coverage: [B, Hq, audit_rows, 8] fp32: exact mass kept of each audit row by all blocks and
-            at each multiple; -1 for a row that does not count.
+            at each multiple; -1 for a row that does not count, NaN for one of unknown masses.
     """
 
     levels: Levels
@@ -229,7 +229,7 @@ def _coverage_kernel(
         blk = j + tl.arange(0, CHUNK)
         visible = first_keys(first_valid_ptr, b, blk, Nkv, BLOCK_KV) <= q_last
         logits = tl.load(logits_ptr + blk, mask=blk < Nkv, other=float("-inf"))
-        level = value_level(tl.exp2(logits - top), floor, MULTIPLES, 1.0)
+        level = value_level(tl.exp2(logits - top), floor, MULTIPLES)
         v_level = tl.load(verticals_ptr + blk, mask=visible, other=0).to(tl.int32)
         s_level = tl.load(slashes_ptr + (hi - blk), mask=visible, other=0).to(tl.int32)
         level = tl.maximum(level, tl.maximum(v_level, s_level))

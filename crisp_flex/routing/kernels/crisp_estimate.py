@@ -26,7 +26,7 @@ from crisp_flex.routing.kernels.positions import (
     query_span,
     tile_extent,
 )
-from crisp_flex.routing.kernels.tile import LOG2_E
+from crisp_flex.routing.kernels.tile import LOG2_E, log2_sum
 from crisp_flex.routing.params import RouteParams
 
 # Each level divides the range of thresholds by the rungs of its ladder. From 16 octaves (128k,
@@ -48,7 +48,8 @@ class Estimate:
 
     Attributes:
         row_log2: [B, Hq, Nq] fp32: log2 of the row's sum of exponentials; inf for a row that does
-            not count. An entry of the map is exp2(logit * log2(e) - row_log2).
+            not count, NaN for one with NaN in it, of which no entry is above a rung. An entry of
+            the map is exp2(logit * log2(e) - row_log2).
         above: [LEVELS, B, Hq, tiles of rows, RUNGS] fp32: mass above each rung.
         gamma: Share of the mass to keep.
         octaves: Range of the first ladder.
@@ -171,8 +172,9 @@ def _estimate_kernel(
                 total = total * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
                 top = new_top
             start, end = bounds_of(bounds_ptr, b, reach)
-            counts = (total > 0) & (q_last >= start) & (q_first < end)
-            row_log2 = tl.where(counts, top + tl.log2(tl.maximum(total, 1.2e-38)), float("inf"))
+            # NaN counts
+            counts = ~(total <= 0) & (q_last >= start) & (q_first < end)
+            row_log2 = tl.where(counts, log2_sum(top, total), float("inf"))
             tl.store(row_log2_ptrs, row_log2, mask=there)
         else:
             row_log2 = tl.load(row_log2_ptrs, mask=there, other=float("inf"))

@@ -128,6 +128,7 @@ def _router_kernel(
             mass_ptr + bh * PLANES * Nkv, first_valid_ptr, b, Nkv, reach,
             D, BLOCK_D, BLOCK_KV, PLANES, BLOCK_J,
         )  # fmt: skip
+        # a divergence of NaN becomes 0 here: the pooled estimate, as in the reference
         route = tl.where(tl.sqrt(tl.maximum(jsd, 0.0)) >= JSD_THRESHOLD, LINES, route)
     tl.store(route_ptr + bh, route)
 
@@ -196,8 +197,8 @@ def _divergence(
 
 @triton.jit
 def _x_log2(x, y):
-    """x log2(y), 0 where x is 0."""
-    return tl.where(x > 0, x * tl.log2(tl.maximum(y, 1.2e-38)), 0.0)
+    """x log2(y), 0 where x is 0, NaN where x is."""
+    return tl.where(x <= 0, 0.0, x * tl.log2(tl.maximum(y, 1.2e-38)))
 
 
 @triton.jit

@@ -125,7 +125,8 @@ def kept_blocks(
             )  # fmt: skip
             there = (row >= 0) & (row < Nq)
             row_log2 = tl.load(row_log2_ptr + bh * Nq + row, mask=there, other=float("inf"))
-            keep = keep | (logits - row_log2[:, None] > low)
+            # so put that a row of NaN keeps all it sees
+            keep = keep | ~(logits - row_log2[:, None] <= low)
         else:
             vertical = tl.load(verticals_ptr + bh * Nkv + blk, mask=blk < Nkv, other=0) != 0
             row_ptrs = slashes_ptr + (bh * PHASES + row % PHASES)[:, None] * (Nkv + 2)

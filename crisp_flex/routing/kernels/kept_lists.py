@@ -149,7 +149,9 @@ def _lists_kernel(
     live = (q_last >= start) & (q_first < end)
     all_rows = dense_last_blocks
     if covered_ptr is not None:
-        all_rows = tl.where(1 - tl.load(covered_ptr + bh * 2) > max_uncovered, Nq, all_rows)
+        # so put that a coverage of NaN is not enough
+        enough = 1 - tl.load(covered_ptr + bh * 2) <= max_uncovered
+        all_rows = tl.where(enough, all_rows, Nq)
     all_blocks = dense_rows(row, all_rows, end, offset, BLOCK_Q)
 
     row_ptrs = (buffer_ptr + (bh * Nq + row) * (P + Nkv))[:, None]

@@ -99,13 +99,14 @@ def _stats_kernel(
         chosen = tl.full([], LINES, tl.float32)
         if route_ptr is not None:
             chosen = tl.load(route_ptr + bh)
-        short = 1 - coverage > max_uncovered
+        short = ~(1 - coverage <= max_uncovered)  # as in kept_lists
         route = tl.where(short, route, chosen)
         coverage = tl.where(short, tl.load(covered_ptr + bh * 2 + 1), coverage)
     out_ptr += bh * COLUMNS
     tl.store(out_ptr, kept)
     tl.store(out_ptr + 1, visible)
-    tl.store(out_ptr + 2, c_struct)
-    tl.store(out_ptr + 3, coverage)
+    tl.store(out_ptr + 2, tl.where(c_struct == c_struct, c_struct, NOT_MEASURED))
+    # unknown masses are in all blocks
+    tl.store(out_ptr + 3, tl.where(coverage == coverage, coverage, 1.0))
     tl.store(out_ptr + 4, tl.full([], NOT_MEASURED, tl.float32))
     tl.store(out_ptr + 5, route)

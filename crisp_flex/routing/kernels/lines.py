@@ -66,16 +66,18 @@ def slash_mass(proxy_ptr, bins, first_bin, Nkv, PLANES: tl.constexpr):
 
 @triton.jit
 def mean_floor(rest, others, entries):
-    """Mean mass of what is no anchor, at least 1 / (1024 * entries)."""
+    """Mean mass of what is no anchor, at least 1 / (1024 * entries); NaN if rest is."""
     least = 1.0 / (1024 * tl.maximum(entries, 1)).to(tl.float32)
-    return tl.maximum(rest / tl.maximum(others, 1).to(tl.float32), least)
+    mean = rest / tl.maximum(others, 1).to(tl.float32)
+    return tl.maximum(mean, least, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def row_threshold(rest, total, count):
     """mean_floor of a pooled row from sums of its weights, in the unit of the weights.
 
-    Not divided by total: a lone block between the two ends stays exactly its own mean.
+    Not divided by total: a lone block between the two ends stays exactly its own mean. NaN if any
+    weight is, also one of the ends: such a row keeps all it sees.
 
     Args:
         rest: Sum of the weights without the first and the last visible block.
@@ -83,23 +85,29 @@ def row_threshold(rest, total, count):
         count: Visible blocks.
     """
     least = 1.0 / (1024 * tl.maximum(count, 1)).to(tl.float32)
-    return tl.maximum(rest / tl.maximum(count - 2, 1).to(tl.float32), total * least)
+    mean = rest / tl.maximum(count - 2, 1).to(tl.float32)
+    return tl.maximum(mean, total * least, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def value_level(value, floor, MULTIPLES: tl.constexpr, FACTOR: tl.constexpr):
-    """int32: how many of the ascending multiples m hold value > FACTOR * m * floor."""
+def value_level(value, floor, MULTIPLES: tl.constexpr):
+    """int32: how many of the ascending multiples m hold value > m * floor; all of them for NaN."""
     level = tl.zeros(value.shape, tl.int32)
     for i in tl.static_range(7):
-        level += (value > (FACTOR * MULTIPLES[i]) * floor).to(tl.int32)
+        level += (~(value <= MULTIPLES[i] * floor)).to(tl.int32)
     return level
 
 
 @triton.jit
 def line_level(mass, floor, anchor, entry, MULTIPLES: tl.constexpr, FACTOR: tl.constexpr):
-    """Level of lines: all multiples for an anchor, none for what does not occur."""
-    level = tl.where(entry, value_level(mass, floor, MULTIPLES, FACTOR), 0)
-    return tl.where(anchor, 7, level)
+    """Level of lines: all multiples for an anchor, none for what does not occur or is unknown.
+
+    Masses of NaN tell nothing of a line; where they matter the audit keeps the head whole.
+    """
+    level = tl.zeros(mass.shape, tl.int32)
+    for i in tl.static_range(7):
+        level += (mass > (FACTOR * MULTIPLES[i]) * floor).to(tl.int32)
+    return tl.where(anchor, 7, tl.where(entry, level, 0))
 
 
 @triton.jit
@@ -107,6 +115,8 @@ def choose_level(
     coverage_ptr, target, AUDITS: tl.constexpr, ROWS: tl.constexpr, MINIMUM: tl.constexpr
 ):
     """Level a head needs of its blocks (0: all blocks, else a multiple's), and the coverage then.
+
+    A row of NaN makes the coverage NaN, which no target is below: the head keeps all blocks.
 
     Args:
         coverage_ptr: [AUDITS, 8] of the head, -1 in rows that do not count.
@@ -122,12 +132,14 @@ def choose_level(
         mask=(row < AUDITS)[:, None] & (level >= 0)[None, :],
         other=-1.0,
     )
-    counts = by_row >= 0
+    counts = ~(by_row < 0)  # NaN counts
+    total = tl.sum(tl.where(counts, by_row, 0.0), 0)
     if MINIMUM:
-        reached = tl.min(tl.where(counts, by_row, 1.0), 0)
+        # which passes over NaN, as the sum does not
+        least = tl.min(tl.where(counts, by_row, 1.0), 0)
+        reached = tl.where(total == total, least, total)
     else:
         number = tl.sum(counts.to(tl.float32), 0)
-        mean = tl.sum(tl.where(counts, by_row, 0.0), 0) / tl.maximum(number, 1.0)
-        reached = tl.where(number > 0, mean, 1.0)
+        reached = tl.where(number > 0, total / tl.maximum(number, 1.0), 1.0)
     chosen = tl.max(tl.where(reached >= target, level, 0), 0)
     return chosen, tl.sum(tl.where(level == chosen, reached, 0.0), 0)

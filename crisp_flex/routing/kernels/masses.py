@@ -34,6 +34,8 @@ MASS_WARPS = 4
 class Masses:
     """Mean attention mass over the valid rows of each row set; 0 if there are none.
 
+    One row of unknown attention, NaN or Inf among its logits, makes all masses of its set NaN.
+
     Attributes:
         mass: [B, Hq, audit_rows + planes, Nkv] fp32: per key block of each audited block, then of
             the proxy rows by distance plane; the planes add up to p_v.

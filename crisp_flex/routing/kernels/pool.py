@@ -22,6 +22,8 @@ NUM_WARPS = 4
 def pool(query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Mean query and key of each block over the valid tokens there; zero where there is none.
 
+    A block with NaN or Inf in it has the mean NaN there.
+
     Args:
         query: [B, Hq, Lq, D], any strides.
         key: [B, Hkv, Lkv, D], any strides.
@@ -162,4 +164,6 @@ def _mean(x_ptr, token, valid, stride_l, stride_d, D: tl.constexpr, BLOCK_D: tl.
     x = tl.load(x_ptrs, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
     # a short or padded block divides by its own token count
     tokens = tl.maximum(tl.sum(valid.to(tl.int32), 0), 1).to(tl.float32)
-    return tl.sum(x, 0) / tokens
+    mean = tl.sum(x, 0) / tokens
+    # of an Inf, too: it may give some rows no mass and others all of it
+    return tl.where(tl.abs(mean) < float("inf"), mean, float("nan"))

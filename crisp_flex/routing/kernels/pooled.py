@@ -29,7 +29,10 @@ class SplitKeys:
 
 @triton.jit
 def split(x):
-    """x [M, D] fp32 as hi, lo [M, D] fp16 and scale [M] fp32 with x = scale * (hi + lo)."""
+    """x [M, D] fp32 as hi, lo [M, D] fp16 and scale [M] fp32 with x = scale * (hi + lo).
+
+    NaN stays NaN, and what stands beside it in its vector stays what it is.
+    """
     largest = tl.max(tl.abs(x), 1)
     # the power of two at or below it, by its exponent bits, within what has a normal inverse
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF

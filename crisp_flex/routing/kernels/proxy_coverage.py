@@ -34,7 +34,7 @@ NUM_WARPS = 4
 def proxy_coverage(measured: Masses, rule: Rule, layout: Layout) -> Tensor:
     """[B, Hq, 2] fp32: mass that the rule keeps on the proxy rows, and all of their mass.
 
-    Both are 1 for a sequence without valid queries.
+    Both are 1 for a sequence without valid queries, and NaN if a row's masses are unknown.
 
     Args:
         measured: Masses with by_slot.

@@ -189,7 +189,8 @@ def _select_kernel(
         logits = pooled_logits(
             mean_hi, mean_lo, factor, parts_ptr, low_stride, scale_ptr, blk, Nkv, D, BLOCK_D
         )
-        keep = tl.exp2(logits - base[:, None]) > threshold[:, None]
+        # so put that a row of NaN keeps all it sees
+        keep = ~(tl.exp2(logits - base[:, None]) <= threshold[:, None])
         level = tl.load(verticals_ptr + blk, mask=blk < Nkv, other=0)[None, :]
         level = tl.maximum(level, tl.load(slash_ptrs + (hi - blk[None, :]), mask=visible, other=0))
         keep = keep | (level >= needed) | (blk[None, :] == first_block)

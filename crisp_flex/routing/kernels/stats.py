@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crisp_flex.routing.guards import ROUTE_ALL_BLOCKS, ROUTE_BOTH_VIEWS
+from crisp_flex.routing.guards import NOT_MEASURED, ROUTE_ALL_BLOCKS, ROUTE_BOTH_VIEWS
 from crisp_flex.routing.kernels.audit import COVERAGE_MARGIN, Audit
 from crisp_flex.routing.kernels.block_counts import block_counts
 from crisp_flex.routing.kernels.compact import Lists
@@ -51,6 +51,7 @@ def stats(
         COLUMNS=len(STAT_NAMES),
         BOTH_VIEWS=ROUTE_BOTH_VIEWS,
         ALL_BLOCKS=ROUTE_ALL_BLOCKS,
+        NOT_MEASURED=NOT_MEASURED,
         CHUNK=min(1024, triton.next_power_of_2(max(x.Nq, x.Nkv))),
     )
     return out
@@ -78,6 +79,7 @@ def _stats_kernel(
     COLUMNS: tl.constexpr,
     BOTH_VIEWS: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
+    NOT_MEASURED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Grid (B * Hq,)."""
@@ -95,7 +97,9 @@ def _stats_kernel(
     out_ptr += bh * COLUMNS
     tl.store(out_ptr, kept)
     tl.store(out_ptr + 1, visible)
-    tl.store(out_ptr + 2, tl.load(c_struct_ptr + bh))
-    tl.store(out_ptr + 3, coverage)
+    c_struct = tl.load(c_struct_ptr + bh)
+    tl.store(out_ptr + 2, tl.where(c_struct == c_struct, c_struct, NOT_MEASURED))
+    # unknown masses are in all blocks
+    tl.store(out_ptr + 3, tl.where(coverage == coverage, coverage, 1.0))
     tl.store(out_ptr + 4, multiple)
     tl.store(out_ptr + 5, tl.where(chosen == 0, ALL_BLOCKS, BOTH_VIEWS))

@@ -111,5 +111,9 @@ def _dots(
 
 @triton.jit
 def log2_sum(top, total):
-    """top + log2(total), -inf where total is not above 0."""
-    return tl.where(total > 0, top + tl.log2(tl.maximum(total, 1.2e-38)), float("-inf"))
+    """top + log2(total), -inf where total is 0 or, by rounding, below; NaN where it is NaN.
+
+    A maximum passes over NaN, a sum of exponentials with it does not: top may lack what total has.
+    """
+    least = tl.maximum(total, 1.2e-38, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(total <= 0, float("-inf"), top + tl.log2(least))

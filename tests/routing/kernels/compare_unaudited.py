@@ -85,7 +85,7 @@ def doubt(query, key, key_valid, params, q_offset=None):
         block = torch.where(takes_lines, cover(lines, g), by_estimate) & g.visible
     choice = SELECT[params.policy](query, key, g, dataclasses.replace(params, max_uncovered=1.0))
     on_proxy = measured.proxy_mass * take_rows(block, measured.proxy_blocks)
-    mass = on_proxy.sum((-2, -1))
+    mass = on_proxy.sum((-2, -1)).nan_to_num(0.0)  # nothing is in doubt where all is unknown
     slack = (1 - choice.coverage - params.max_uncovered).abs()
     return Doubt(block, head | (slack < DECISION_BUDGET + mass), mass)
 
@@ -105,7 +105,7 @@ def unclear_lines(p, anchor, entry, params):
 
 def unclear_entries(estimate, g, params):
     """[B, Hq, Nq, Nkv]: entries between the kernels' threshold and the exact one."""
-    estimate = estimate.masked_fill(~g.live[:, None, :, None], 0.0)
+    estimate = estimate.masked_fill(~g.live[:, None, :, None] | estimate.isnan(), 0.0)
     by_mass = top_mass(estimate.flatten(2), params.gamma).view(estimate.shape)
     smallest = torch.where(by_mass, estimate, 2.0).amin((-2, -1), keepdim=True)
     rungs = crisp_estimate.RUNGS.value

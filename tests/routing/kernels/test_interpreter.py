@@ -20,6 +20,8 @@ RUNS = [
     ("interpreted_unaudited.py", "not long"),
     pytest.param("interpreted.py", "long", marks=pytest.mark.long),
     pytest.param("interpreted_unaudited.py", "long", marks=pytest.mark.long),
+    ("interpreted_faults.py", "not long"),
+    pytest.param("interpreted_faults.py", "long", marks=pytest.mark.long),
     ("interpreted_offset.py", "not long"),
     pytest.param("interpreted_offset.py", "long", marks=pytest.mark.long),
     pytest.param("interpreted_grid.py", "not long", marks=pytest.mark.long),
