@@ -82,9 +82,10 @@ class CrispConfig:
         max_uncovered: Attention mass that a head may leave out on the rows that were measured (the
             audited rows, or the proxy rows of policies without an audit), in [0, 1].
         on_violation: What happens above max_uncovered. "dense": a head of a policy without an audit
-            keeps all blocks (hybrid reaches its coverage, or keeps all, anyway); decided on the
-            device. "warn": an UncoveredWarning, and the head stays as it is. "raise": an
-            UncoveredError. The last two read one number per attention call back: the host waits.
+            keeps all blocks (hybrid reaches its coverage and bounded stays within its error, or
+            they keep all, anyway); decided on the device. "warn": an UncoveredWarning, and the head
+            stays as it is. "raise": an UncoveredError. The last two read one number per attention
+            call back: the host waits.
         backend: FlexAttention kernel on CUDA: "auto" (FLASH where it runs, else TRITON), "flash" or
             "triton". With "flash" the package must be there; a site that it cannot take (fp32, most
             D above 128, padding) still runs on TRITON, as the report says. The CPU always takes

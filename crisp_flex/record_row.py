@@ -171,7 +171,7 @@ def _violations(
     limit = site.max_uncovered if site is not None else params.max_uncovered
     above = (1 - of["coverage"]) > limit
     acted = site is None or site.on_violation == "dense"
-    if acted and params.policy not in ("hybrid", "dense"):
+    if acted and params.policy not in ("hybrid", "bounded", "dense"):
         above = above | (route == ROUTES.index("all blocks"))
     return int(above.sum())
 

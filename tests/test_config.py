@@ -7,7 +7,7 @@ import pytest
 from crisp_flex import ConfigError, CrispConfig
 
 WRONG = {
-    "policy": ("hybird", "policy must be one of hybrid, crisp, .*, oracle, got 'hybird'"),
+    "policy": ("hybird", "policy must be one of hybrid, bounded, .*, oracle, got 'hybird'"),
     "router": ("jsd2", "router must be one of"),
     "backend": ("cuda", "backend must be one of auto, flash, triton"),
     "coverage_reduce": ("max", "coverage_reduce must be one of mean, min"),
@@ -16,6 +16,7 @@ WRONG = {
     "min_seqlen": (0, "min_seqlen must be an integer >= 1"),
     "dense_last_blocks": (-1, "dense_last_blocks must be an integer >= 0"),
     "audit_rows": (True, "audit_rows must be an integer >= 1"),
+    "max_error": (1.0, r"max_error must be in \(0, 1\), got 1.0"),
     "k_min": (1.5, "k_min must be an integer >= 0"),
     "streaming_blocks": (0, "streaming_blocks must be an integer >= 1"),
     "coverage": (0.0, r"coverage must be in \(0, 1\]"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from crisp_flex.routing.geometry import Geometry
 from crisp_flex.routing.probe import CHUNK_ELEMENTS, block_sums
 
-# Rows made at once: the fewer, the less of what lies past the diagonal is made and thrown away.
+# Most rows made at once: the fewer, the less is made of what lies past the diagonal.
 _CHUNK_ROWS = 64
 
 
@@ -36,8 +36,10 @@ def estimate(mean_query: Tensor, key: Tensor, geometry: Geometry, scale: float) 
     g = geometry
     mean_query = mean_query.to(key.dtype).float()
     chunks = []
-    for first in range(0, g.Nq, _CHUNK_ROWS):
-        rows = torch.arange(first, min(first + _CHUNK_ROWS, g.Nq), device=key.device)
+    of_one_row = key.shape[0] * (mean_query.shape[1] // key.shape[1]) * g.Lkv
+    step = min(max(CHUNK_ELEMENTS // of_one_row, 1), _CHUNK_ROWS)
+    for first in range(0, g.Nq, step):
+        rows = torch.arange(first, min(first + step, g.Nq), device=key.device)
         key_limit = g.Lkv
         if isinstance(g.offset, int):
             key_limit = min((first + len(rows)) * g.block_q + g.offset, g.Lkv)

@@ -112,4 +112,5 @@ def _block_sums(probs: Tensor, value: Tensor, g: Geometry) -> Tensor:
     weights = pad(probs, (0, tail)).view(B, Hkv, (h // Hkv) * R, g.Nkv, g.block_kv).transpose(2, 3)
     with_one = pad(pad(value, (0, 1), value=1.0), (0, 0, 0, tail))
     sums = weights @ with_one.view(B, Hkv, g.Nkv, g.block_kv, -1)  # [B, Hkv, Nkv, G * R, Dv + 1]
-    return sums.unflatten(3, (-1, R)).transpose(2, 3).flatten(1, 2)
+    by_head = sums.view(B, Hkv, g.Nkv, h // Hkv, R, -1).transpose(2, 3)
+    return by_head.flatten(1, 2)

@@ -9,6 +9,8 @@ from graphs import capture, causal, causal_mask, large_masks, padded_mask, repea
 
 from crisp_flex import CrispConfig
 from crisp_flex.passes.pipeline import run_passes
+from crisp_flex.routing import ops
+from crisp_flex.routing.params import STAT_NAMES
 
 L = 256
 CONFIG = CrispConfig(min_seqlen=128)
@@ -118,3 +120,22 @@ def test_later_sites_undo_the_repeat_of_shared_heads_too(qkv):
     gm = capture(twice, *qkv(Lq=L))
     assert len(run_passes(gm, CONFIG).rewritten) == 2
     assert "reshape" not in [node.target for node in gm.graph.nodes]
+
+
+@pytest.mark.parametrize("policy", ["bounded", "hybrid"])
+def test_route_is_given_the_values_where_the_policy_reads_them(policy, qkv):
+    inputs = qkv(Hq=4, Hkv=2, Lq=L)
+    gm = capture(causal, *inputs)
+    config = CrispConfig(min_seqlen=128, policy=policy)
+    report = run_passes(gm, config)
+    assert [site.policy for site in report.rewritten] == [policy]
+    (route,) = gm.graph.find_nodes(op="call_function", target=ROUTE)
+    if policy == "hybrid":
+        assert "value" not in route.kwargs
+        return
+    assert route.kwargs["value"].args[0].name == "l_v_"
+    seen = []
+    with ops.watch(seen.append):
+        gm(*inputs)
+    assert torch.equal(seen[0].value, inputs[2])
+    assert (seen[0].result[3][..., STAT_NAMES.index("multiple")] >= 0).all()

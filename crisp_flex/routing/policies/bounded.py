@@ -57,13 +57,13 @@ def tail_mass(mass: Tensor) -> Tensor:
     """[..., N] fp32: what a row loses if it drops an entry and all that are not larger.
 
     Args:
-        mass: [..., N] fp32, at least 0; a row with NaN gives NaN there.
+        mass: [..., N] fp32, at least 0; a row with NaN gives NaN throughout.
     """
     ordered = mass.sort(dim=-1).values
     # the last of equal entries: they are dropped together or not at all
     last = torch.searchsorted(ordered, mass.contiguous(), right=True) - 1
     tail = ordered.cumsum(-1).gather(-1, last.clamp(min=0))
-    return tail.masked_fill(mass.isnan(), torch.nan)
+    return tail.masked_fill(mass.isnan().any(-1, keepdim=True), torch.nan)
 
 
 def keep_above(rest: Tensor, share: Tensor) -> Tensor:
