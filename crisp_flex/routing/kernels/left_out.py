@@ -24,7 +24,8 @@ def row_masses(
 ):  # fmt: skip
     """blk [N], which the row sees, log2 of their estimated mass [N] fp32, and of the row's sum.
 
-    The mass is -inf for a block that is not visible or has no mass; NaN throughout if one visible block is.
+    The mass is -inf for a block that is not visible or has no mass, and NaN in the whole row if one
+    visible block has NaN.
 
     Args:
         sums_ptr: Of the stage `estimate`.

@@ -1,8 +1,8 @@
 """Stage `output_error` of policy "bounded" on the GPU: sampled rows under every candidate at once.
 
 Oracle: routing.output_error and the audit of policies.bounded. Attention's forward pass with a row
-for each candidate of each sampled query row: the candidates differ in which blocks a row skips, so
-the tile of logits is made once for all of them. Bound by tl.dot, like the forward of that many rows.
+for each candidate of each sampled query row: the rows of a query differ in which blocks they skip.
+Bound by tl.dot, like the forward of that many rows.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def _error_kernel(
     SLOTS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """Grid (slots, audited blocks, B * Hq): squared error and kept mass, sums over counting rows."""
+    """Grid (slots, audited blocks, B * Hq): squared error and kept mass, summed over rows."""
     slot = tl.program_id(0)
     step = tl.program_id(1)
     bh = tl.program_id(2).to(tl.int64)  # before the first multiply
@@ -390,7 +390,7 @@ def _merged(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for split in range(0, splits):
+    for split in range(splits):
         row = (piece * splits + split) * (SLOTS * ROWS) + slot * ROWS + r
         log2 = tl.load(log2_ptr + row)
         out = tl.load(out_ptr + row[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
@@ -424,7 +424,7 @@ def _choose_kernel(
     error = tl.zeros([SLOTS], tl.float32)
     mass = tl.zeros([SLOTS], tl.float32)
     rows = tl.full([], 0.0, tl.float32)
-    for step in range(0, audits):
+    for step in range(audits):
         piece = bh * audits + step
         error += tl.load(error_ptr + piece * SLOTS + slot)
         mass += tl.load(mass_ptr + piece * SLOTS + slot)

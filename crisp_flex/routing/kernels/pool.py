@@ -39,6 +39,14 @@ def pool(query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return mean_query, mean_key
 
 
+def pool_queries(query: Tensor, layout: Layout) -> Tensor:
+    """As pool, of the queries alone: [B, Hq, Nq, D] fp32, contiguous."""
+    x = layout
+    mean_query = query.new_empty((x.B, x.Hq, x.Nq, x.D), dtype=torch.float32)
+    _launch(query, None, mean_query, mean_query, None, layout)
+    return mean_query
+
+
 def pool_split(query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, SplitKeys]:
     """As pool, with the keys as the pairs that kernels/pooled.py takes."""
     x = layout
@@ -53,14 +61,16 @@ def pool_split(query: Tensor, key: Tensor, layout: Layout) -> tuple[Tensor, Spli
 
 def _launch(
     query: Tensor,
-    key: Tensor,
+    key: Tensor | None,
     mean_query: Tensor,
     mean_key: Tensor,
     key_scale: Tensor | None,
     layout: Layout,
 ) -> None:
     x = layout
-    _pool_kernel[(x.Nq * x.Hq + x.Nkv * x.Hkv, x.B)](
+    key_blocks = 0 if key is None else x.Nkv * x.Hkv
+    key = query if key is None else key
+    _pool_kernel[(x.Nq * x.Hq + key_blocks, x.B)](
         query,
         key,
         mean_query,
