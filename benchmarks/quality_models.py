@@ -173,6 +173,6 @@ class Switch:
         if chosen.select is not None:
             block_mask = chosen.select(query, key, value, layer)
         else:
-            block_mask = crisp_flex.route(query, key, chosen.config, scale=scale)
+            block_mask = crisp_flex.route(query, key, chosen.config, scale=scale, value=value)
         self.kept.add(layer, query, key, block_mask, scale, recall=self.recall)
         return self._attend(query, key, value, block_mask, scale)
