@@ -39,10 +39,16 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "MASK_IS_INPUT": "let the model compute its mask: pass a 2-D attention_mask or none",
         "MASK_NOT_CAUSAL": "",
         "MASK_OFFSET": "use transformers' own cache classes, whose positions are read",
-        "MASK_WINDOW": "",
-        "MASK_CHUNKS": "",
-        "MASK_DOCUMENTS": "run packed documents one by one",
+        "MASK_WINDOW": "make the window a Python number of the model's config, at least 1",
+        "MASK_CHUNKS": (
+            "number chunks once, as `position // size` with an integer size, on the query's device"
+        ),
+        "MASK_DOCUMENTS": (
+            "pass one integer id a token, on the query's device, or position_ids that start again "
+            "with each document; else run the documents one by one"
+        ),
         "MASK_KV_LIMIT": "cut the keys to the cache's filling before the call",
+        "MASK_DEVICE": "move it first, as in attention_mask.to(model.device)",
         "MASK_UNREAD": _MASK,
         "CPU_SINKS": "run it on a CUDA GPU",
         "CAP_UNKNOWN": "pass the soft cap as a positive Python number",

@@ -44,6 +44,7 @@ class Reason(Enum):
     MASK_CHUNKS = "attn_mask separates chunks of positions in a way that is not proved"
     MASK_DOCUMENTS = "attn_mask separates packed documents in a way that is not proved"
     MASK_KV_LIMIT = "attn_mask hides keys at the end that the queries would reach"
+    MASK_DEVICE = "what attn_mask was computed from is on another device than query"
     MASK_UNREAD = "a part of attn_mask could not be proved to mean anything known"
     CPU_DYNAMIC_PADDING = (
         "padding or packing with a dynamic batch or length does not compile on the CPU"

@@ -217,15 +217,17 @@ def _place(call: _Call) -> Placement | Rejection:
         }
         needed = [placed.same.of_query, placed.same.of_key, placed.Lkv]
         needed += [size_expr(call.q.shape[dim]) for dim in (0, 2)]
-        if devices - {call.q.device} or not all(can_build_ids(graph, x, sources) for x in needed):
+        if elsewhere := ", ".join(sorted(map(str, devices - {call.q.device}))):
+            return Rejection(Reason.MASK_DEVICE, f"ids on {elsewhere}, query on {call.q.device}")
+        if not all(can_build_ids(graph, x, sources) for x in needed):
             return _separates(call.mask)
     if placed.padding is not None:
         start, sizes = placed.padding.kv_offset, torch_internals.Sizes(call.q)
         rows, width = shape_of(placed.padding.source)
         source = tensor_of(placed.padding.source)
         if source is None or source.device != call.q.device:
-            at = "no tensor" if source is None else source.device
-            return Rejection(Reason.MASK_UNREAD, f"{reading}; the padding mask is on {at}")
+            at = "no device" if source is None else source.device
+            return Rejection(Reason.MASK_DEVICE, f"padding on {at}, query on {call.q.device}")
         B = size_expr(call.q.shape[0])
         if not can_build(graph, start):
             return Rejection(Reason.MASK_OFFSET, reading)

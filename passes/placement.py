@@ -121,8 +121,11 @@ class _Placer:
             ((symbol, node),) = tensors.items()
             rest = sympy.expand(self.mask.q_offset - symbol)
             tensor = tensor_of(node)
-            if rest.is_Integer and tensor is not None and tensor.device == self.device:
-                return node, int(rest)
+            if rest.is_Integer and tensor is not None:
+                if tensor.device == self.device:
+                    return node, int(rest)
+                where = f"position on {tensor.device}, query on {self.device}"
+                return Rejection(Reason.MASK_DEVICE, where)
         return Rejection(Reason.MASK_OFFSET, self.reading)
 
     def _visible_keys(self, moved: tuple[fx.Node, int] | None) -> sympy.Expr | Rejection:

@@ -117,7 +117,8 @@ class Rewriter:
         )
         if apart:
             call = replace(call, params=replace(call.params, dense_last_blocks=0))
-        guard = UncoveredGuard.of(config, site.module_path or site.node.name)
+        where = site.module_path or f"attention call {site.index} ({site.node.name})"
+        guard = UncoveredGuard.of(config, where, site=site.module_path or site.index)
         if guard is not None:  # it looks at what is left out, so nothing may be made dense first
             call = replace(call, params=replace(call.params, max_uncovered=1.0))
         groups = [HeadGroup(0, int(q.shape[1]), 0, int(k.shape[1]))]

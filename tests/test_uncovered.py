@@ -18,9 +18,9 @@ CONFIG = CrispConfig(
 
 @pytest.fixture
 def run(qkv, monkeypatch):
-    """run(on_violation) -> the targets in the compiled graph."""
+    """run(on_violation, overrides) -> the targets in the compiled graph."""
 
-    def start(on_violation):
+    def start(on_violation, overrides=None):
         graphs = []
 
         def as_it_is(gm, *_):
@@ -28,7 +28,7 @@ def run(qkv, monkeypatch):
             return gm.forward
 
         monkeypatch.setattr(torch_internals, "compile_with_inductor", as_it_is)
-        config = dataclasses.replace(CONFIG, on_violation=on_violation)
+        config = dataclasses.replace(CONFIG, on_violation=on_violation, overrides=overrides or {})
         attend = crisp_flex.compile(
             lambda q, k, v: F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=True
@@ -53,11 +53,13 @@ def test_warn_names_the_call_the_number_and_the_fix(run):
         assert torch.ops.crisp_flex.check_uncovered.default in run("warn")
 
 
-def test_raise_stops_the_call(run):
-    with pytest.raises(
-        UncoveredError, match=r'scaled_dot_product_attention: .*on_violation="dense"'
-    ):
+def test_raise_stops_the_call_and_names_an_override_that_there_is(run):
+    with pytest.raises(UncoveredError) as raised:
         run("raise")
+    where, _, advice = str(raised.value).partition(": ")
+    assert where == "attention call 0 (scaled_dot_product_attention)"
+    assert advice.endswith('on_violation="dense", or overrides={0: {"enabled": False}}')
+    assert torch.ops.crisp_flex.route.default not in run("raise", {0: {"enabled": False}})
 
 
 def test_the_advice_for_a_plain_function_is_one_it_takes(qkv):

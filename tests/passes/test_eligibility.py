@@ -94,6 +94,11 @@ def window_of_unknown_width(q, k, v, width):
     return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
 
 
+def behind_a_position(q, k, v, position):
+    mask = position_mask(1, q.shape[2], k.shape[2], q.device, offset=position)
+    return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=mask)
+
+
 def own(*, softcap=None, sinks=False):
     """The operator behind attn_implementation="crisp_flex"."""
 
@@ -195,8 +200,9 @@ def _reshape(node, shape):
     node.meta["example_value"] = node.meta["example_value"].new_empty(shape)
 
 
-# what Inductor raises comes behind the passes: tests/cases/test_missing_tools.py
-BY_THE_PASSES = [reason for reason in Reason if reason is not Reason.NOT_COMPILED]
+# what Inductor raises comes behind the passes (tests/cases/test_missing_tools.py), and a second
+# device has a test of its own below
+BY_THE_PASSES = [x for x in Reason if x not in (Reason.NOT_COMPILED, Reason.MASK_DEVICE)]
 
 
 @pytest.mark.parametrize("reason", BY_THE_PASSES, ids=lambda reason: reason.name)
@@ -273,14 +279,24 @@ def test_min_seqlen_counts_the_work_of_a_chunk(Lq, past, sparse):
     assert eligibility._pays(call) == sparse
 
 
-def test_a_padding_mask_on_another_device_is_refused():
+@pytest.mark.parametrize(
+    ("fn", "given", "detail"),
+    [
+        (padded_mask, torch.ones(1, L, dtype=torch.int64), "padding on meta, query on cpu"),
+        (documents, torch.arange(L)[None] // 100, "ids on meta, query on cpu"),
+        (behind_a_position, torch.tensor(0), "position on meta, query on cpu"),
+    ],
+    ids=["padding", "documents", "position"],
+)
+def test_a_mask_from_tensors_on_another_device_says_so(fn, given, detail):
     """As with a model on CUDA whose attention_mask was left on the CPU."""
-    q, k, v = qkv()
-    gm = capture(padded_mask, q, k, v, torch.ones(1, L, dtype=torch.int64))
-    (source,) = (n for n in gm.graph.nodes if n.op == "placeholder" and "mask" in n.name)
+    gm = capture(fn, *qkv(), given)
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    (source,) = (node for node in inputs if node.meta["example_value"].dim() < 4)
     found = source.meta["example_value"]
     with found.fake_mode:
-        source.meta["example_value"] = torch.ones(1, L, dtype=torch.int64, device="meta")
+        source.meta["example_value"] = torch.empty(found.shape, dtype=found.dtype, device="meta")
+    before = gm.code
     (site,) = run_passes(gm, CONFIG).sites
-    assert site.rejection.reason is Reason.MASK_UNREAD
-    assert "padding mask is on meta" in str(site)
+    assert (site.rejection.reason, site.rejection.detail) == (Reason.MASK_DEVICE, detail)
+    assert gm.code == before
