@@ -53,9 +53,9 @@ SHORT = (2048, 3072, 4096, 6144, 8192, 12288, 16384)
 CARD = {f"d{D}": Heads(32, 8, D) for D in (64, 128, 256)}
 
 
-def statistics_of(q, k, params):
+def statistics_of(q, k, v, params):
     """{name: sum or mean over heads} of what the selection says about itself."""
-    stats = route_op(q, k, None, params)[3][0].double()
+    stats = route_op(q, k, None, params, value=v)[3][0].double()
     stats = dict(zip(STAT_NAMES, stats.unbind(-1), strict=True))
     kept, visible = (float(stats[name].sum()) for name in ("kept_blocks", "visible_blocks"))
     return {"kept": kept, "density": kept / visible, "coverage": float(stats["coverage"].mean())}
@@ -70,7 +70,7 @@ def bench_parts(inputs, config, kernel, rows, args):
     """Selection and kernel by themselves: their times, and fp32 attention over what was kept."""
     q, k, v = inputs.query, inputs.key, inputs.value
     params = RouteParams.from_config(config, D=q.shape[3])
-    block_mask = crisp_flex.route(q, k, config)
+    block_mask = crisp_flex.route(q, k, config, value=v)
     wanted = wanted_rows(q, k, v, rows, block_mask)
     options = flex_options(kernel, q, config.tokens_per_block)
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -78,7 +78,7 @@ def bench_parts(inputs, config, kernel, rows, args):
     listed, apart = config, last_rows.are_apart(q, k, v, config)
     if apart:  # as sparse_attention does it: the last rows are a call of their own
         listed = dataclasses.replace(config, dense_last_blocks=0)
-        block_mask = crisp_flex.route(q, k, listed)
+        block_mask = crisp_flex.route(q, k, listed, value=v)
 
     def flex():
         return compiled(q, k, v, block_mask=block_mask, enable_gqa=True, kernel_options=options)
@@ -91,12 +91,12 @@ def bench_parts(inputs, config, kernel, rows, args):
         return out
 
     check(relative_error(sparse(), wanted, rows), f"sparse kernel {kernel}")
-    stats = statistics_of(q, k, params)
+    stats = statistics_of(q, k, v, params)
     budget_ms = 1e3 * args.budget
     route_ms, _ = gpu_time(lambda: route_op(q, k, None, params), budget_ms=budget_ms)
     sparse_ms, _ = gpu_time(sparse, budget_ms=budget_ms)
     kernel_ms, _ = gpu_time(flex, budget_ms=budget_ms)
-    kept = statistics_of(q, k, RouteParams.from_config(listed, D=q.shape[3]))["kept"]
+    kept = statistics_of(q, k, v, RouteParams.from_config(listed, D=q.shape[3]))["kept"]
     return wanted, {
         "density": stats["density"], "coverage": stats["coverage"], "route_ms": route_ms,
         "sparse_ms": sparse_ms, "kernel_ms": kernel_ms,
@@ -165,10 +165,10 @@ def bench(name, inputs, config, dense, args):
 def bench_short(name, inputs, config, args):
     """One row about one short input: the total against SDPA, as graphs and as called."""
     q, k, v = inputs.query, inputs.key, inputs.value
-    stats = statistics_of(q, k, RouteParams.from_config(config, D=q.shape[3]))
+    stats = statistics_of(q, k, v, RouteParams.from_config(config, D=q.shape[3]))
     total = functools.partial(crisp_flex.sparse_attention, q, k, v, config=config)
     rows = [0, q.shape[2] // BLOCK - 1]
-    block_mask = crisp_flex.route(q, k, config)
+    block_mask = crisp_flex.route(q, k, config, value=v)
     wanted = wanted_rows(q, k, v, rows, block_mask)
     check(relative_error(total(), wanted, rows), f"{name} {q.shape[2]}")
     row = {

@@ -35,6 +35,7 @@ _CRISP = {"policy": "crisp", "k_min": 2, "max_uncovered": 1.0}
 POLICIES = {
     "hybrid": {"policy": "hybrid"},
     "hybrid, min": {"policy": "hybrid", "coverage_reduce": "min", "coverage": 0.8},
+    "bounded": {"policy": "bounded", "max_error": 0.4},
     "crisp": _CRISP,
     "crisp, jsd": {**_CRISP, "router": "jsd"},
     "crisp, vs": {**_CRISP, "router": "vs"},
@@ -47,18 +48,20 @@ MOST_DIFFERING = 0.05
 
 
 def tensors(B, Hq, Hkv, Lq, Lkv, D, masked, device):
-    """q, k and the key mask; keys 0 and Lkv / 3 are what every head looks at."""
+    """q, k, v and the key mask; keys 0 and Lkv / 3 are what every head looks at."""
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(B, Hq, Lq, D, generator=g), torch.randn(B, Hkv, Lkv, D, generator=g)
     look = torch.nn.functional.normalize(torch.randn(D, generator=g), dim=0) * (10 * D**0.5) ** 0.5
     q += look
     k[:, :, [0, Lkv // 3]] += look
+    v = torch.randn(B, Hkv, Lkv, D, generator=g)
     valid = None
     if masked:  # left padding in the first sequence, right padding in the last
         valid = torch.ones(B, Lkv, dtype=torch.bool)
         valid[0, :201] = False
         valid[-1, Lkv - 130 :] = False
-    return tuple(None if x is None else x.to(device) for x in (q.bfloat16(), k.bfloat16(), valid))
+    of_bf16 = (x.bfloat16() for x in (q, k, v))
+    return tuple(None if x is None else x.to(device) for x in (*of_bf16, valid))
 
 
 def main():
@@ -73,20 +76,20 @@ def main():
     kept_at = STAT_NAMES.index("kept_blocks")
     for shape in args.shapes:
         *sizes, block_size, masked = SHAPES[shape]
-        q, k, valid = tensors(*sizes, masked, args.device)
+        q, k, v, valid = tensors(*sizes, masked, args.device)
         for policy in args.policies:
             config = CrispConfig(block_size=block_size, **POLICIES[policy])
             params = RouteParams.from_config(config, D=q.shape[3])
             start = time.perf_counter()
-            counts, _, full_counts, stats = route(q, k, valid, params)
+            counts, _, full_counts, stats = route(q, k, valid, params, value=v)
             listed = (counts + full_counts).sum((1, 2)).cpu()
             seconds = time.perf_counter() - start
             said = f"{shape}, {policy}: {listed.tolist()} blocks, {seconds:.1f} s"
             if not torch.equal(listed.float(), stats[..., kept_at].sum(1).cpu()):
                 raise SystemExit(f"{said}: the lists and the statistics disagree")
             if not args.no_check:
-                on_cpu = (x if x is None else x.cpu() for x in (q, k, valid))
-                want = reference.route(*on_cpu, params)[3][..., kept_at].sum(1)
+                q_, k_, v_, valid_ = (x if x is None else x.cpu() for x in (q, k, v, valid))
+                want = reference.route(q_, k_, valid_, params, value=v_)[3][..., kept_at].sum(1)
                 if ((listed - want).abs() > MOST_DIFFERING * want + 1).any():
                     raise SystemExit(f"{said}: the reference keeps {want.tolist()}")
             print(said, flush=True)

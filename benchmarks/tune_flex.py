@@ -73,7 +73,7 @@ class Routed:
     def block_mask(self, block_size):
         if block_size not in self._masks:
             config = CrispConfig(block_size=block_size)
-            mask = crisp_flex.route(self.q, self.k, config)
+            mask = crisp_flex.route(self.q, self.k, config, value=self.v)
             kept = int((mask.kv_num_blocks + mask.full_kv_num_blocks).sum())
             self._masks[block_size] = mask, kept
         return self._masks[block_size]

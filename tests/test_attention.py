@@ -33,6 +33,16 @@ def test_route_gives_the_lists_that_sparse_attention_uses(qkv):
     assert relative_error(got, causal(q, k, v)) > 0.1
 
 
+def test_a_policy_that_reads_the_values_is_given_them(qkv):
+    q, k, v = qkv(Lq=640, D=32)
+    v = v + 4 * torch.randn(4, 32).repeat_interleave(160, 0)  # so that some blocks matter
+    config = CrispConfig(min_seqlen=128, policy="bounded", max_error=0.5)
+    keep = kept(crisp_flex.route(q, k, config, value=v), 5)
+    assert 0 < keep.sum() < 60
+    got = crisp_flex.sparse_attention(q, k, v, config=config)
+    assert relative_error(got, masked_attention(q, k, v, keep)) < 2e-6
+
+
 def test_a_chunk_after_a_cache_is_aligned_to_the_last_key(qkv):
     q, k, v = qkv(B=2, Lq=300, Lkv=900, D=32)
     valid = torch.ones(2, 900, dtype=torch.bool)

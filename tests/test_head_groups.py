@@ -111,15 +111,16 @@ def test_the_cpu_takes_one_group():
 
 
 def test_route_after_is_route_and_both_ops_keep_their_contract(qkv):
-    q, k, _ = qkv(Lq=300, D=32)
+    q, k, v = qkv(Lq=300, D=32)
     out = torch.zeros(1, 4, 300, 32)
-    args = RouteParams.from_config(CrispConfig(), D=32).as_args()
-    for mine, want in zip(
-        torch.ops.crisp_flex.route_after(out, q, k, None, *args),
-        torch.ops.crisp_flex.route(q, k, None, *args),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, want, equal_nan=True)
+    for policy, value in (("hybrid", None), ("bounded", v)):
+        args = RouteParams.from_config(CrispConfig(policy=policy), D=32).as_args()
+        for mine, want in zip(
+            torch.ops.crisp_flex.route_after(out, q, k, None, *args, value=value),
+            torch.ops.crisp_flex.route(q, k, None, *args, value=value),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, want, equal_nan=True)
     torch.ops.crisp_flex.write_heads(out, q[:, 1:3], 2)
     assert torch.equal(out[:, 2:], q[:, 1:3])
     assert not out[:, :2].any()

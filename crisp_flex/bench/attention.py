@@ -136,7 +136,7 @@ def _row(
     config = CrispConfig.preset(preset, backend=backend, min_seqlen=1)
     config = flex_hop.settle(config, q, v, captures=False)
     rows = exact.sampled_rows(q.shape[2])
-    wanted = exact.wanted_rows(q, k, v, rows, attention.route(q, k, config))
+    wanted = exact.wanted_rows(q, k, v, rows, attention.route(q, k, config, value=v))
     sparse = functools.partial(attention.sparse_attention, q, k, v, config=config)
     with record(audit=AUDITED) as recorded:
         out = sparse()
