@@ -115,5 +115,6 @@ def log2_sum(top, total):
 
     A maximum passes over NaN, a sum of exponentials with it does not: top may lack what total has.
     """
-    least = tl.maximum(total, 1.2e-38, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(total <= 0, float("-inf"), top + tl.log2(least))
+    # one instruction more than -inf; a log2 that may meet NaN, or less than 1.2e-38, is several
+    nothing = tl.minimum(total, float("-inf"), propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(total > 0, top + tl.log2(tl.maximum(total, 1.2e-38)), nothing)

@@ -10,6 +10,7 @@ import torch
 
 from crisp_flex.routing import reference
 from crisp_flex.routing.geometry import Geometry
+from crisp_flex.routing.guards import ROUTE_ESTIMATE
 from crisp_flex.routing.kernels import crisp_estimate, crisp_router, dispatch, unaudited
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.masses import masses
@@ -120,13 +121,19 @@ def test_the_divergence_splits_heads_where_the_reference_does(name, monkeypatch)
     estimate = pooled_map(mean_query, mean_key, g.filled[:, None, None], settings.scale)
     roots = crisp.root_jsd(estimate[:, :, 0], measured.p_v)
     threshold = float(roots.min() + roots.max()) / 2
-    monkeypatch.setattr(crisp, "JSD_THRESHOLD", threshold)
     monkeypatch.setattr(crisp_router, "JSD_THRESHOLD", threshold)
-    got = pooled(dispatch.route(query, key, key_valid, settings)[3])
-    assert torch.equal(got, roots < threshold)
+    layout = Layout.of(query, key, key_valid, settings)
+    sums = probe(query, key, layout, scale=settings.scale, audit_rows=0)
+    by_kernel = masses(sums, layout, audit_rows=0)
+
+    def takes_estimate():
+        route = crisp_router.route_heads(query, mean_key, by_kernel, layout, settings)
+        return route == ROUTE_ESTIMATE
+
+    assert torch.equal(takes_estimate(), roots < threshold)
     # just above the least one, where a wrong factor would show
     monkeypatch.setattr(crisp_router, "JSD_THRESHOLD", float(roots.min()) * 1.01)
-    assert pooled(dispatch.route(query, key, key_valid, settings)[3]).sum() == 1
+    assert takes_estimate().sum() == 1
 
 
 def test_both_routes_occur_in_one_call():
