@@ -26,6 +26,8 @@ def run(arguments: argparse.Namespace) -> None:
     """
     if arguments.length < 1:
         raise ConfigError(f"--length is {arguments.length}; it must be a number of tokens above 0")
+    if arguments.html is not None and not arguments.html.absolute().parent.is_dir():
+        raise ConfigError(f"--html is {arguments.html}: there is no such folder to write it to")
     config = CrispConfig.load(arguments.config) if arguments.config else CrispConfig()
     if arguments.min_seqlen is not None:
         config = dataclasses.replace(config, min_seqlen=arguments.min_seqlen)

@@ -74,7 +74,11 @@ def load(
         model, tokenizer = _from_gguf(Path(source), dtype)
         name = Path(source).stem
     else:
-        local = Path(source).is_dir()
+        local = Path(source).expanduser().is_dir()
+        if local:
+            source = str(Path(source).expanduser())
+        elif source.startswith((".", "/", "~")) or source.count("/") > 1:
+            raise DemoError(f"There is no folder {source}: give --model a model folder.")
         model, tokenizer = _from_pretrained(source, dtype, local_files_only=local)
         name = Path(source).name if local else source
     return LoadedModel(name=name, model=model.to(device).eval(), tokenizer=tokenizer)
@@ -96,7 +100,10 @@ def _from_pretrained(source: str, dtype: torch.dtype, *, local_files_only: bool)
             )
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local_files_only)
     except (OSError, ValueError) as error:
-        raise DemoError(f"Transformers cannot load {source}: {_first_line(error)}") from error
+        nowhere = "" if local_files_only else f"; there is no folder {source} here either"
+        raise DemoError(
+            f"Transformers cannot load {source}: {_first_line(error)}{nowhere}"
+        ) from error
     return model, tokenizer
 
 

@@ -29,7 +29,7 @@ def test_a_missing_extra_is_named(monkeypatch):
         load(None, device="cpu", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("source", ["missing.gguf", "empty"], ids=["gguf", "folder"])
+@pytest.mark.parametrize("source", ["missing.gguf", "empty", "missing"])
 def test_a_model_that_is_not_there_is_one_sentence(tmp_path, source):
     pytest.importorskip("transformers")
     pytest.importorskip("gguf")
