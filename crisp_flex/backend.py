@@ -197,15 +197,19 @@ def _compile_module(
     module: torch.nn.Module, backend: CrispFlexBackend, options: Mapping[str, Any]
 ) -> None:
     """Compile a module in place, or what stands below the hooks that accelerate put on it."""
-    blocks: list[Any] = wrappers.open_hooks(module)
+    blocks: Sequence[Any] = wrappers.open_hooks(module)
     names = {id(part): name for name, part in module.named_modules()}
+    done = {id(block) for block, _, _ in backend.parts}
     for block in blocks:
-        inner = block._old_forward
+        if id(block) in done:  # inside a PEFT model that was compiled as a whole
+            continue
+        # what an earlier compilation put there is replaced, not compiled once more
+        inner = getattr(block._old_forward, "_crisp_flex_inner", block._old_forward)
         part = functools.partial(_compile_part, backend, names[id(block)])
         # blocks share their code, and Dynamo counts what it compiles of one code object
-        block._old_forward = functools.wraps(inner)(
-            torch_internals.compile_apart(inner, part, **options)
-        )
+        compiled = torch_internals.compile_apart(inner, part, **options)
+        block._old_forward = functools.wraps(inner)(compiled)
+        block._old_forward._crisp_flex_inner = inner
         backend.parts.append((block, names[id(block)], inner))
     if not blocks:
         module.compile(backend=backend, **options)

@@ -20,6 +20,10 @@ from crisp_flex.explanation import Explanation
 from crisp_flex.passes.graph_copy import copy_with_meta
 from crisp_flex.passes.pipeline import run_passes
 from crisp_flex.report import RewriteReport
+from crisp_flex.wrappers import HookedModel, below_hooks
+
+# A module, its path, and its forward below its hook.
+Part = tuple[Any, str, Callable[..., Any]]
 
 
 def explain(
@@ -76,10 +80,10 @@ def explain(
         return gm.forward
 
     call = torch_internals.uncompiled_call(model)
-    parts = owner is not None and bool(owner.parts)
+    hooked, parts = _parts(model, owner)
     with torch_internals.counted_graph_breaks() as breaks:
-        if parts and owner is not None:
-            with _traced_parts(owner, backend):
+        if parts:
+            with hooked.opened(), _traced_parts(parts, backend):
                 call(*args, **kwargs)
         else:
             whole = functools.partial(backend, "")
@@ -94,25 +98,39 @@ def explain(
         model=type(model).__name__ if isinstance(model, torch.nn.Module) else _name(model),
         config=settings,
         breaks=breaks,
-        parts=len(owner.parts) if parts and owner is not None else 0,
+        parts=len(parts) if len(parts) > 1 else 0,
     )
+
+
+def _parts(
+    model: Callable[..., Any], owner: CrispFlexBackend | None
+) -> tuple[HookedModel, list[Part]]:
+    """What is compiled one by one below accelerate's hooks, or would be by `crisp_flex.compile`."""
+    if owner is not None or not isinstance(model, torch.nn.Module):
+        return HookedModel(), [] if owner is None else owner.parts
+    if torch_internals.is_compiled(model):  # by name, hooks and all
+        return HookedModel(), []
+    hooked = below_hooks(model)
+    names = {id(part): name for name, part in model.named_modules()}
+    modules: tuple[Any, ...] = hooked.parts
+    return hooked, [(part, names[id(part)], part._old_forward) for part in modules]
 
 
 @contextlib.contextmanager
 def _traced_parts(
-    owner: CrispFlexBackend,
+    parts: Sequence[Part],
     backend: Callable[[str, fx.GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Iterator[None]:
-    """While active, the parts that are compiled one by one are traced instead, each by itself."""
-    compiled = [part._old_forward for part, _, _ in owner.parts]
+    """While active, the parts' forwards are traced, each by itself."""
+    compiled = [part._old_forward for part, _, _ in parts]
     try:
-        for part, path, inner in owner.parts:
+        for part, path, inner in parts:
             traced = torch_internals.compile_apart(inner, functools.partial(backend, path))
             # accelerate reads the signature of what it calls
             part._old_forward = functools.wraps(inner)(traced)
         yield
     finally:
-        for (part, _, _), forward in zip(owner.parts, compiled, strict=True):
+        for (part, _, _), forward in zip(parts, compiled, strict=True):
             part._old_forward = forward
 
 

@@ -55,6 +55,7 @@ __all__ = [
     "current_compile_id",
     "inductor_modes",
     "inductor_settings",
+    "is_compiled",
     "is_plain",
     "profiling",
     "size_expr",
@@ -247,6 +248,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def uncompiled_call(model: Callable[..., Any]) -> Callable[..., Any]:
     """What `model(...)` does, hooks included, without the compilation of `Module.compile`."""
     return model._call_impl if isinstance(model, torch.nn.Module) else model
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of module go to what `torch.compile` or `Module.compile` made of it."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def compile_apart(

@@ -82,7 +82,8 @@ def module_path(node: fx.Node) -> str:
     name = str(list(stack.values())[-1][0])
     # Dynamo writes the source of the root first: L['self'], L['args'][0], L['fn'].__self__ ...
     name = re.sub(r"^L\[[^\]]*\](\[\d+\])?(\.__self__)?", "", name)
-    name = re.sub(r"\._(?:modules|orig_mod)\b", "", name)
+    # a forward that was set on the module itself is a step of its own in the source
+    name = re.sub(r"\._(?:modules|orig_mod)\b|\.(?:_old_)?forward\.__self__\b", "", name)
     name = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", name)
     return name.strip(".")
 

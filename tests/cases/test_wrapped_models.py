@@ -8,11 +8,11 @@ import torch
 from masked_attention import relative_error
 
 import crisp_flex
-from crisp_flex import CrispConfig, Reason, torch_internals
+from crisp_flex import CrispConfig, Reason
 from tests.families.models import LENGTH, ids, make, ones
 
 CONFIG = CrispConfig(min_seqlen=32, block_size=(16, 16), policy="dense")
-LAYERS = 12
+LAYERS = 9  # more than Dynamo's limit of recompilations
 
 
 pytestmark = pytest.mark.usefixtures("without_inductor")
@@ -65,24 +65,38 @@ def test_b02_an_all_ones_mask_takes_the_same_path():
     assert rewritten(model) == 4
 
 
-@pytest.mark.parametrize("where", ["one device", "a hook a layer"])
-def test_b13_every_layer_under_hooks_is_sparse(where, monkeypatch):
+def hooked(layers, *, devices):
+    """A model with accelerate's hooks; cpu:0 is another device than cpu, and works."""
     accelerate = pytest.importorskip("accelerate")
-    layers = {f"model.layers.{i}": "cpu" for i in range(LAYERS)}
-    ends = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    parts = [f"model.layers.{i}" for i in range(layers)]
+    parts += ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"]
+    model = accelerate.dispatch_model(llama(layers), dict.fromkeys(parts, "cpu"), force_hooks=True)
+    if devices > 1:
+        model._hf_hook.execution_device = "cpu:0"
+    return model
+
+
+@pytest.mark.parametrize("devices", [1, 2], ids=["one device", "a hook a layer"])
+def test_b13_every_layer_under_hooks_is_sparse(devices):
     want = logits(llama(LAYERS))
-    hooked = accelerate.dispatch_model(llama(LAYERS), {**ends, **layers}, force_hooks=True)
-    if where == "a hook a layer":  # as with a second device
-        monkeypatch.setattr(hooked._hf_hook, "execution_device", "meta")
-    model = crisp_flex.compile(hooked, CONFIG)
-    monkeypatch.undo()
-    monkeypatch.setattr(torch_internals, "compile_with_inductor", lambda gm, *_: gm.forward)
+    model = crisp_flex.compile(hooked(LAYERS, devices=devices), CONFIG)
     assert relative_error(logits(model), want) < 1e-5
     graphs = crisp_flex.reports(model)
-    assert len(graphs) == (1 if where == "one device" else LAYERS)
+    assert len(graphs) == (1 if devices == 1 else LAYERS)
     assert sum(len(graph.rewritten) for graph in graphs) == LAYERS
-    new = model.generate(ids(), max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    assert new.shape[1] == LENGTH + 3
+    paths = [site.module_path for graph in graphs for site in graph.sites]
+    assert paths == [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
+    assert model.generate(ids(), max_new_tokens=1).shape[1] == LENGTH + 1
+
+
+def test_b13_adapters_over_hooks_and_a_second_compilation():
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(hooked(2, devices=2), lora).eval()
+    for config, sparse in ((CrispConfig(min_seqlen=LENGTH + 1), 0), (CONFIG, 2)):
+        crisp_flex.compile(model, config)
+        assert relative_error(logits(model), logits(llama())) < 1e-5
+        assert rewritten(model) == sparse
 
 
 def test_b13_offloaded_weights_are_left_alone_with_a_warning():
