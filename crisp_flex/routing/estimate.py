@@ -43,7 +43,7 @@ def estimate(mean_query: Tensor, key: Tensor, geometry: Geometry, scale: float) 
         key_limit = g.Lkv
         if isinstance(g.offset, int):
             key_limit = min((first + len(rows)) * g.block_q + g.offset, g.Lkv)
-        last = (rows * g.block_q + (g.block_q - 1)).clamp(max=g.Lq - 1) + g.offset
+        last = rows * g.block_q + (g.block_q - 1) + g.offset  # past the last key if ragged
         hidden = torch.arange(key_limit, device=key.device) > last[:, None]
         if g.key_valid is not None:
             hidden = hidden | ~g.key_valid[:, None, None, :key_limit]
