@@ -1,9 +1,8 @@
 """The blocks that the route op keeps, as a bool map."""
 
-from masked_attention import kept_blocks
-
 from crisp_flex.routing import ops
 from crisp_flex.routing.params import RouteParams
+from tests.masked_attention import kept_blocks
 
 
 def routed_blocks(q, k, config, key_valid=None):
