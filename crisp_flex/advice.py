@@ -53,6 +53,10 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "CPU_SINKS": "run it on a CUDA GPU",
         "CAP_UNKNOWN": "pass the soft cap as a positive Python number",
         "CPU_DYNAMIC_PADDING": "compile with dynamic=False, or pad to one length",
+        "NO_SELECTION_KERNEL": (
+            "use bfloat16 or float16, blocks of 64 or 128, and D up to 128 (256 with 160 KB of "
+            "shared memory); min_seqlen=... makes plain PyTorch choose from that length on"
+        ),
         "TOO_SHORT": "nothing, or a smaller CrispConfig(min_seqlen=...) to see it run",
     }
 )

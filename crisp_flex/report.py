@@ -51,6 +51,10 @@ class Reason(Enum):
     )
     CPU_SINKS = "attention sinks need the log-sum-exp, which Inductor's CPU kernel does not give"
     CAP_UNKNOWN = "the soft cap on the logits is no positive number"
+    NO_SELECTION_KERNEL = (
+        "no Triton kernel chooses blocks for this call, and with plain PyTorch it was never seen "
+        "to pay"
+    )
     TOO_SHORT = "less work than a prompt of min_seqlen tokens"
 
 
@@ -114,7 +118,9 @@ class SiteReport:
         where = self.module_path or self.node
         if self.rejection is None:
             groups = f" in {self.head_groups} head groups" if self.head_groups > 1 else ""
-            how = f"{self.policy} on {self.kernel}{groups}"
+            slowly = self.selection == "reference" and "cuda" in self.shapes
+            chosen = ", blocks chosen by plain PyTorch (slow)" if slowly else ""
+            how = f"{self.policy} on {self.kernel}{groups}{chosen}"
             return f"{where}: rewritten, {how}, {self.mask}, {self.shapes}"
         return f"{where}: left dense: {self.rejection}, {self.shapes}"
 

@@ -17,6 +17,8 @@ from crisp_flex.passes.match import SdpaSite, find_sdpa_sites
 from crisp_flex.passes.node_ops import tensor_of
 from crisp_flex.passes.placement import Placement
 from crisp_flex.passes.rewrite import Rewriter, Rewritten
+from crisp_flex.passes.selection import lacks_kernels
+from crisp_flex.passes.sparse_call import fake_tensor
 from crisp_flex.passes.unrepeat_kv import unrepeat_kv
 from crisp_flex.report import RewriteReport, SiteReport
 
@@ -45,11 +47,14 @@ def run_passes(
     for found_site in find_sdpa_sites(gm):
         path = ".".join(part for part in (inside, found_site.module_path) if part)
         site = replace(found_site, module_path=path)
-        site_config = config.for_site(site.index, site.module_path)
+        asked = config.for_site(site.index, site.module_path)
         mask = _read_mask(site, masks)
         key, value, _ = unrepeat_kv(site.key, site.value)
-        site_config = _settled(site_config, site, value, mask)
+        site_config = _settled(asked, site, value, mask)
         found = check(site, key, value, mask, site_config)
+        if isinstance(found, Placement):
+            q, k = fake_tensor(site.query), fake_tensor(key)
+            found = lacks_kernels(q, k, found, asked, site_config) or found
         rewritten = Rewritten(kernel="", policy="", head_groups=1)
         shapes = _shapes(site, key)
         if isinstance(found, Placement):

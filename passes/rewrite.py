@@ -16,6 +16,7 @@ from crisp_flex.passes.mask_nodes import MaskNodes
 from crisp_flex.passes.match import SdpaSite
 from crisp_flex.passes.placement import Placement
 from crisp_flex.passes.plan import Plan, plan_call
+from crisp_flex.passes.selection import selection  # its import registers the operators, too
 from crisp_flex.passes.size_nodes import size_node
 from crisp_flex.passes.sparse_call import (
     KvParts,
@@ -26,7 +27,6 @@ from crisp_flex.passes.sparse_call import (
     share_with_sinks,
     size_of,
 )
-from crisp_flex.routing.ops import has_kernels  # its import registers the operators, too
 from crisp_flex.uncovered import UncoveredGuard
 
 
@@ -45,15 +45,6 @@ class Rewritten:
     head_groups: int
     last_blocks_apart: int = 0
     selection: str = ""
-
-
-def _selection(call: Plan, q: torch.Tensor, k: torch.Tensor) -> str:
-    """What runs crisp_flex::route for this call, as the op itself will decide."""
-    if call.lists is not None:
-        return ""
-    if q.device.type != "cuda":
-        return "reference"
-    return "kernels" if has_kernels(q, k, call.params) else "reference"
 
 
 @dataclass(slots=True)
@@ -160,7 +151,8 @@ class Rewriter:
         exact = "window" if placed.same is None else "segments"
         policy = config.policy if call.lists is None else exact
         blocks = config.dense_last_blocks if apart else 0
-        return Rewritten(call.kernel, policy, len(groups), blocks, _selection(call, q, k))
+        chosen_by = selection(q, k, call.params, listed=call.lists is not None)
+        return Rewritten(call.kernel, policy, len(groups), blocks, chosen_by)
 
     def _attend(
         self,
