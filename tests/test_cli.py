@@ -27,8 +27,14 @@ def test_help_loads_no_model_library():
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["nonsense"], ["demo", "--policy", "nonsense"], ["demo", "--length", "many"]],
-    ids=["no command", "unknown command", "unknown policy", "not a number"],
+    [
+        [],
+        ["nonsense"],
+        ["demo", "--policy", "nonsense"],
+        ["demo", "--length", "many"],
+        ["doctor", "--jsn"],
+    ],
+    ids=["no command", "unknown command", "unknown policy", "not a number", "unknown option"],
 )
 def test_wrong_arguments_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -44,13 +50,25 @@ def test_wrong_arguments_exit_with_2(arguments, capsys):
         (["--device", "abacus"], "must be cpu, cuda or cuda:N"),
         (["--device", "cuda:99"], "no such CUDA device"),
         (["--model", "no/such/file.gguf"], "There is no file"),
+        (["--model", "./no-such-folder"], "There is no folder ./no-such-folder: give --model"),
+        (["--depth", "3"], "--depth is 3.0; it must lie between 0 and 1"),
+        (["--output", "/dev/null/x"], "choose a folder with --output"),
         pytest.param(
             ["--device", "cuda"],
             "no such CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
     ],
-    ids=["length", "unknown device", "device number", "model", "device"],
+    ids=[
+        "length",
+        "unknown device",
+        "device number",
+        "model",
+        "folder",
+        "depth",
+        "output",
+        "device",
+    ],
 )
 def test_errors_are_one_sentence_and_exit_with_2(arguments, says, capsys):
     pytest.importorskip("transformers")
@@ -95,6 +113,29 @@ def test_doctor_fails_where_nothing_is_compiled(monkeypatch, capsys):
 def test_quality_needs_a_checkout(tmp_path):
     with pytest.raises(UnavailableError, match="quality needs a checkout of the project"):
         quality.run([], root=tmp_path)
+
+
+def test_quality_hands_its_options_on(monkeypatch):
+    handed = []
+    monkeypatch.setattr(quality, "run", lambda rest: handed.append(rest) or 0)
+    assert main(["quality", "--quick", "--out", "rows.jsonl"]) == 0
+    assert handed == [["--quick", "--out", "rows.jsonl"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--config", "missing.toml"], "cannot read the config file missing.toml ("),
+        (["--html", "/no/such/folder/x.html"], "there is no such folder to write it to"),
+    ],
+    ids=["config", "html"],
+)
+def test_explain_says_at_once_which_file_is_missing(arguments, says, capsys):
+    pytest.importorskip("transformers")
+    assert main(["explain", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
 
 
 def test_explain_refuses_a_wrong_config_file_in_one_sentence(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0; 1 where `doctor` found that crisp_flex cannot run here; 2 where something
         is missing or wrong that the user can put right; 130 after Ctrl-C.
     """
-    arguments = _parser().parse_args(argv)
+    arguments, rest = _parser().parse_known_args(argv)
+    if arguments.command == "quality":
+        arguments.rest = rest  # argparse hands no leading --option on
+    elif rest:
+        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(_COMMANDS[arguments.command](arguments))
     except CrispFlexError as error:
@@ -37,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="crisp-flex",
         description="Block-sparse prefill for any model, as a torch.compile backend.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"crisp-flex {metadata.version('crisp-flex')}"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_doctor(commands)
@@ -178,14 +186,13 @@ def _tokens(text: str) -> int:
 
 
 def _add_quality(commands: Any) -> None:  # noqa: ANN401
-    quality = commands.add_parser(
+    commands.add_parser(
         "quality",
         help="what sparse prefill costs in quality (needs a checkout)",
         description="Runs benchmarks/quality.py of the checkout that this package is installed "
         "from; what follows is handed on to it.",
         add_help=False,
     )
-    quality.add_argument("rest", nargs=argparse.REMAINDER)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -85,6 +85,14 @@ def run(options: DemoOptions) -> DemoResult:
     device, dtype = device_and_dtype(options)
     if options.length < 1:
         raise DemoError(f"--length is {options.length}; it must be a number of tokens above 0.")
+    if not 0.0 <= options.depth <= 1.0:
+        raise DemoError(f"--depth is {options.depth}; it must lie between 0 and 1.")
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # before minutes of work
+        raise DemoError(
+            f"Cannot write to {options.output} ({error.strerror}): choose a folder with --output."
+        ) from error
     config = CrispConfig.preset(
         options.preset,
         policy=options.policy,
@@ -188,7 +196,6 @@ def _files(recorded: Record, name: str, options: DemoOptions) -> tuple[str | Non
     picture = (options.output / f"crisp-flex-{options.policy}-{options.length}.png").resolve()
     title = f"{name}, {options.length} tokens, {options.policy} ({options.preset})"
     try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
         recorded.plot(title=title).savefig(picture, dpi=120)
     except OSError as error:
         raise DemoError(
