@@ -2,8 +2,9 @@
 
     python docs/examples/draw_policies.py [--length 4096] [--layer 15] [--out policies.png]
 
-Minutes on two cores. Queries and keys of one layer are caught on their way into attention, each
-policy selects on them, and `record(audit=8)` measures the true attention mass that it keeps.
+A minute of processor time. Queries, keys and values of one layer are caught on their way into
+attention, each policy selects on them, and `record(audit=8)` measures the true attention mass that
+it keeps.
 """
 
 import argparse
@@ -33,19 +34,21 @@ def main():
 
     loaded = load(None, device="cpu", dtype=torch.float32)
     ids = torch.tensor([text_ids(loaded.tokenizer, "code", args.length)])
-    query, key = caught(loaded.model, ids, args.layer)
+    query, key, value = caught(loaded.model, ids, args.layer)
     head = middle_head(query, key)
 
-    figure = Figure(figsize=(12, 6.6), layout="constrained")
+    columns = 3
+    rows = -(-len(POLICIES) // columns)
+    figure = Figure(figsize=(3 * columns, 3.3 * rows), layout="constrained")
     figure.get_layout_engine().set(h_pad=0.12)  # titles above are two lines
     figure.suptitle(f"{loaded.name}, layer {args.layer}, head {head}, {args.length} tokens of code")
     for number, policy in enumerate(POLICIES):
         # max_uncovered=1: each policy as it is, with no head sent dense by the guard
         config = crisp_flex.CrispConfig(policy=policy, max_uncovered=1.0, **BUDGETS.get(policy, {}))
         with crisp_flex.record(audit=8, heads=(head,)) as rec:
-            crisp_flex.route(query, key, config)
+            crisp_flex.route(query, key, config, value=value)
         row = rec.rows[0]
-        axes = figure.add_subplot(2, 4, number + 1)
+        axes = figure.add_subplot(rows, columns, number + 1)
         draw_blocks(axes, row.masks[head])
         kept, mass = row.density_by_head[head], row.mass[head]
         axes.set_title(f"{policy}\n{kept:.1%} of the blocks, {mass:.3f} of the mass", fontsize=9)
@@ -55,19 +58,19 @@ def main():
 
 @torch.no_grad()
 def caught(model, ids, layer):
-    """Query [1, Hq, L, D] and key [1, Hkv, L, D] of one layer, as attention gets them."""
+    """Query [1, Hq, L, D], key and value [1, Hkv, L, D] of one layer, as attention gets them."""
     found = {}
 
     def catching(module, query, key, value, *args, **kwargs):
         if module.layer_idx == layer:
-            found["qk"] = query, key
+            found["qkv"] = query, key, value
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
     transformers.AttentionInterface.register("catching", catching)
     AttentionMaskInterface.register("catching", sdpa_mask)
     model.set_attn_implementation("catching")
     model(ids, use_cache=False, logits_to_keep=1)
-    return found["qk"]
+    return found["qkv"]
 
 
 def middle_head(query, key):

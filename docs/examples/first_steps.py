@@ -1,4 +1,4 @@
-"""explain, choose and record on a random Llama: seconds on a CPU, nothing is downloaded.
+"""explain, choose and record on a random Llama: 13 s of a CPU, nothing is downloaded.
 
     python docs/examples/first_steps.py
 
