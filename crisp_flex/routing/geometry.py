@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from crisp_flex.routing.params import RouteParams
 
@@ -185,13 +186,29 @@ def block_classes(
     k_last = (k_first + (block_kv - 1)).clamp(max=Lkv - 1)
     if key_valid is None:
         return (k_first <= q_last)[None, None], (k_last <= q_first)[None, None]
-    tokens = torch.arange(Nkv * block_kv, device=device)
-    valid = torch.nn.functional.pad(key_valid, (0, Nkv * block_kv - Lkv))
-    first_valid = torch.where(valid, tokens, Lkv).view(-1, Nkv, block_kv).amin(-1)
-    all_valid = (valid | (tokens >= Lkv)).view(-1, Nkv, block_kv).all(-1)
+    first_valid, all_valid = block_validity(key_valid, block_kv)
     visible = first_valid[:, None, None] <= q_last
     full = all_valid[:, None, None] & (k_last <= q_first)
     return visible, full
+
+
+def block_validity(key_valid: Tensor, block_kv: int) -> tuple[Tensor, Tensor]:
+    """First valid key of each key block, and whether all keys of it are valid.
+
+    Args:
+        key_valid: [B, Lkv] bool.
+        block_kv: Key tokens per block; a short last block counts only the keys that it has.
+
+    Returns:
+        [B, Nkv] int32, Lkv where there is none; [B, Nkv] bool.
+    """
+    B, Lkv = key_valid.shape
+    tail = -Lkv % block_kv
+    blocked = (B, (Lkv + tail) // block_kv, block_kv)
+    tokens = torch.arange(Lkv, device=key_valid.device, dtype=torch.int32)
+    first = pad(torch.where(key_valid, tokens, Lkv), (0, tail), value=Lkv)
+    whole = pad(key_valid, (0, tail), value=True)
+    return first.view(blocked).amin(-1), whole.view(blocked).all(-1)
 
 
 def partial_slots(

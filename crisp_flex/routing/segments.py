@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from crisp_flex.routing.geometry import block_validity
 from crisp_flex.routing.window import (
     WindowResult,
-    block_validity,
     causal_band,
     fake_lists,
     list_blocks,
@@ -71,8 +71,8 @@ def segment_lists(
     visible = near & (q_low <= k_high) & (k_low <= q_high)
     full = visible & inside & (k_low == k_high) & (q_low == q_high)
     if key_valid is not None:
-        lowest_valid, _, all_valid = block_validity(key_valid, Nkv, block_kv)
-        visible = visible & (lowest_valid[:, at] < Lkv)
+        first_valid, all_valid = block_validity(key_valid, block_kv)
+        visible = visible & (first_valid[:, at] < Lkv)
         full = full & all_valid[:, at]
     return list_blocks(visible, full, blocks, C)
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from crisp_flex.routing.geometry import block_validity
 
 WindowResult = tuple[Tensor, Tensor, Tensor]
 
@@ -61,11 +64,11 @@ def window_lists(
     if key_valid is None:
         visible, full = near[None], (near & inside)[None]
     else:
-        lowest_valid, highest_valid, all_valid = block_validity(key_valid, Nkv, block_kv)
+        first_valid, all_valid = block_validity(key_valid, block_kv)
         q_first, q_last = _rows(query.device, Lq, offset, block_q)
         at = blocks.clamp(max=Nkv - 1)
-        visible = near & (lowest_valid[:, at] <= q_last)
-        visible = visible & (highest_valid[:, at] > q_first - window)
+        visible = near & (first_valid[:, at] <= q_last)
+        visible = visible & (_last_valid(key_valid, block_kv)[:, at] > q_first - window)
         full = visible & inside & all_valid[:, at]
     return list_blocks(visible, full, blocks, C)
 
@@ -118,19 +121,12 @@ def list_blocks(visible: Tensor, full: Tensor, blocks: Tensor, C: int) -> Window
     )
 
 
-def block_validity(key_valid: Tensor, Nkv: int, block_kv: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, Nkv] each: first valid key of a block, the last one (-1 if none), whether all are."""
+def _last_valid(key_valid: Tensor, block_kv: int) -> Tensor:
+    """[B, Nkv] int64: last valid key of a block, -1 if there is none."""
     Lkv = key_valid.shape[1]
-    tokens = torch.arange(Lkv, device=key_valid.device)
-    tail = (0, Nkv * block_kv - Lkv)
-
-    def blocked(x: Tensor, fill: int) -> Tensor:
-        padded = torch.nn.functional.pad(x, tail, value=fill)
-        return padded.view(-1, Nkv, block_kv)
-
-    lowest = blocked(torch.where(key_valid, tokens, Lkv), Lkv).amin(-1)
-    highest = blocked(torch.where(key_valid, tokens, -1), -1).amax(-1)
-    return lowest, highest, blocked(key_valid, 0).all(-1)
+    last = torch.where(key_valid, torch.arange(Lkv, device=key_valid.device), -1)
+    last = pad(last, (0, -Lkv % block_kv), value=-1)
+    return last.reshape(len(key_valid), -(-Lkv // block_kv), block_kv).amax(-1)
 
 
 def slots(query: Tensor, Nkv: int, window: int | None, block_q: int, block_kv: int) -> int:

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from crisp_flex.routing.geometry import WINDOW_TOKENS, valid_range
+from crisp_flex.routing.geometry import WINDOW_TOKENS, block_validity, valid_range
 from crisp_flex.routing.params import RouteParams
 
 
@@ -55,7 +55,8 @@ class Layout:
                 key_valid = key_valid & (tokens < q_offset + Lq)
             key_valid = key_valid.contiguous()
             bounds = torch.stack(valid_range(key_valid, Lkv, device=key.device), -1).int()
-            first_valid, all_valid = _block_validity(key_valid, params.block_kv)
+            first_valid, whole = block_validity(key_valid, params.block_kv)
+            all_valid = whole.to(torch.int8)
         return cls(
             B=B,
             Hq=Hq,
@@ -122,15 +123,3 @@ class Layout:
         # distances from the block's own bin on: -(block_kv - 1) .. farthest
         farthest = rows - 1 + (0 if aligned else self.block_kv - 1)
         return farthest // self.block_kv + 2
-
-
-def _block_validity(key_valid: Tensor, block_kv: int) -> tuple[Tensor, Tensor]:
-    """Layout.first_valid and Layout.all_valid of key_valid [B, Lkv]."""
-    B, Lkv = key_valid.shape
-    Nkv = -(-Lkv // block_kv)
-    tail = Nkv * block_kv - Lkv
-    tokens = torch.arange(Lkv, device=key_valid.device, dtype=torch.int32)
-    first = torch.where(key_valid, tokens, Lkv)
-    first = torch.nn.functional.pad(first, (0, tail), value=Lkv).view(B, Nkv, block_kv)
-    full = torch.nn.functional.pad(key_valid, (0, tail), value=True).view(B, Nkv, block_kv)
-    return first.amin(-1), full.all(-1).to(torch.int8)
