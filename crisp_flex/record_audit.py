@@ -50,6 +50,11 @@ def kept_mass(call: RouteCall, row: int) -> Tensor:
     Returns:
         [B, Hq] fp32 in [0, 1], the mean over the block's queries; 1 where they see no key.
     """
+    with torch.autocast(call.query.device.type, enabled=False):  # of the caller of the op
+        return _kept_mass(call, row)
+
+
+def _kept_mass(call: RouteCall, row: int) -> Tensor:
     params, q, k = call.params, call.query, call.key
     B, Hq, Lq, D = q.shape
     Hkv, Lkv = k.shape[1], k.shape[2]

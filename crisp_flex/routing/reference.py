@@ -149,7 +149,9 @@ def _select(
         if value is None:
             raise ValueError(f"policy {params.policy!r} reads the values: give route value=")
         inputs = (query, key, value)
-    choice = SELECT[params.policy](*inputs, geometry, params)
+    # the caller's autocast reaches into an op, and would put the fp32 sums of masses into 16 bits
+    with torch.autocast(query.device.type, enabled=False):
+        choice = SELECT[params.policy](*inputs, geometry, params)
     keep = choice.keep
     if params.policy != "dense":
         keep = finish_rows(keep, geometry, dense_last_blocks=params.dense_last_blocks)

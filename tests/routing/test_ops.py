@@ -7,6 +7,7 @@ import crisp_flex
 from crisp_flex import CrispConfig
 from crisp_flex.config import POLICIES
 from crisp_flex.errors import InputError
+from crisp_flex.record_audit import kept_mass
 from crisp_flex.routing import ops
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
 
@@ -45,6 +46,24 @@ def test_a_policy_that_reads_the_values_says_so_where_they_lack():
         crisp_flex.route(q, q, config)
     lists = crisp_flex.route(q, q, config, value=q)
     assert lists.kv_num_blocks.shape == (1, 2, 3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_callers_autocast_changes_nothing(policy):
+    """It reaches into an op's implementation: sums of masses in 16 bits, or an overflow."""
+    q, k = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 300, 16)
+    params = RouteParams.from_config(CrispConfig(policy=policy, block_size=(64, 64)), D=16)
+    masses = []
+
+    def run():
+        with ops.watch(lambda call: masses.append(kept_mass(call, 3))):
+            return ops.route(q, k, None, params, value=k if params.reads_values else None)
+
+    want = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run()
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert torch.equal(*masses)
 
 
 def test_realize_passes_opcheck():
