@@ -180,7 +180,7 @@ def _route_cuda(
     if has_kernels(query, key, params):
         from crisp_flex.routing.kernels import dispatch
 
-        result = dispatch.route(query, key, key_valid, params, q_offset)
+        result = dispatch.route(query, key, key_valid, params, q_offset, value)
     else:
         from crisp_flex.routing import reference
 

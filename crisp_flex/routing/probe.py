@@ -101,7 +101,7 @@ def probe(
         p_s=block_sums(by_distance, g),
         token_mass=by_token.sum(2),
         distance_mass=by_distance,
-        c_struct=(by_token.sum(2) * _structure_tokens(g)[:, None]).sum(-1),
+        c_struct=(by_token.sum(2) * structure_tokens(g)[:, None]).sum(-1),
         mean_query=(weights[:, None, None] @ _take_queries(query, rows, g))[:, :, 0],
         proxy_mass=proxy_mass,
         proxy_blocks=proxy_blocks,
@@ -209,7 +209,7 @@ def _distance_mass(probs: Tensor, weights: Tensor, g: Geometry) -> Tensor:
     return mass.masked_fill((column < 0)[:, None], 0.0)
 
 
-def _structure_tokens(g: Geometry) -> Tensor:
+def structure_tokens(g: Geometry) -> Tensor:
     """[B', Lkv] bool: the first 128 and the last 128 keys of each sequence."""
     tokens = torch.arange(g.Lkv, device=g.end.device)
     start, end = g.start[:, None], g.end[:, None]

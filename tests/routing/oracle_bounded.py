@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.routing.oracle import SCORE_BUDGET, structure_mass
+from tests.routing.oracle import SCORE_BUDGET, WINDOW
 from tests.routing.scene import Scene
 
 LEFT_OUT = (
@@ -62,6 +62,14 @@ def outputs(s, value, rows, keep=None):
     return np.array(out), np.array(masses)
 
 
+def structure_mass(s, rows):
+    """Mass of the first and the last 128 keys, mean over the rows of the last audited block."""
+    tokens = np.arange(s.Lkv)
+    picked = (tokens < s.start + WINDOW) | (tokens >= s.end - WINDOW)
+    last = [i for i in rows if i // s.bq == rows[-1] // s.bq]
+    return float(s.P[last][:, picked].sum(1).mean()) if rows else 0.0
+
+
 @dataclass
 class Head:
     """Result for one (batch, head); a margin below 0 leaves it undecided."""
@@ -109,7 +117,7 @@ def _choose(s, value, exact, bound):
             keep = kept_rows(s, mass, left_out, s.live)
             break
     margin = min(s.margin - _MASS_BUDGET, error_margin - _ERROR_BUDGET)
-    return Head(s.finish(keep), s.visible, structure_mass(s), coverage, chosen, margin)
+    return Head(s.finish(keep), s.visible, structure_mass(s, rows), coverage, chosen, margin)
 
 
 def check(selection, query, key, value, key_valid, params):

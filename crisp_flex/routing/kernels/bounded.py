@@ -1,4 +1,4 @@
-"""policy="bounded" on the GPU: pool, estimate, probe -> output_error -> select -> stats.
+"""policy="bounded" on the GPU: pool -> estimate -> output_error -> select -> stats.
 
 Oracle: reference.route. No read-back, no atomics: two runs give the same bits.
 """
@@ -15,12 +15,11 @@ from crisp_flex.routing.kernels.bounded_lists import bounded_lists
 from crisp_flex.routing.kernels.compact import Lists
 from crisp_flex.routing.kernels.estimate import estimate
 from crisp_flex.routing.kernels.layout import Layout
-from crisp_flex.routing.kernels.masses import masses
 from crisp_flex.routing.kernels.output_error import Choice, choose_share
 from crisp_flex.routing.kernels.pool import pool_queries
-from crisp_flex.routing.kernels.probe import probe
 from crisp_flex.routing.kernels.ranges import stage
 from crisp_flex.routing.kernels.route import takes
+from crisp_flex.routing.kernels.sampled_rows import row_blocks
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
 
 _MOST_AUDIT_ROWS = 64
@@ -41,8 +40,7 @@ def route(
     key_valid: Tensor | None,
     params: RouteParams,
     q_offset: Tensor | None = None,
-    *,
-    value: Tensor,
+    value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Block lists of sparse causal attention, in the layout of FlexAttention's BlockMask.
 
@@ -56,45 +54,41 @@ def route(
 
     Returns:
         As reference.route.
+
+    Raises:
+        ValueError: There are no values.
     """
     import torch
 
+    if value is None:
+        raise ValueError('policy "bounded" measures the attention output: it needs the values')
     with torch.cuda.device_of(query):
         layout = Layout.of(query, key, key_valid, params, q_offset)
         with stage("pool"):
             mean_query = pool_queries(query, layout)
-        with stage("probe"):
-            sums = probe(query, key, layout, scale=params.scale, audit_rows=0)
-            c_struct = masses(sums, layout, audit_rows=0).c_struct
-            del sums
         with stage("estimate"):
             by_block = estimate(mean_query, key, layout, scale=params.scale)
         with stage("output_error"):
-            chosen = choose_share(
-                query,
-                key,
-                value,
-                by_block,
-                layout,
-                scale=params.scale,
-                audit_rows=params.audit_rows,
-                max_error=params.max_error,
+            rows = row_blocks(
+                query, key, value, layout, scale=params.scale, audit_rows=params.audit_rows
             )
+            chosen = choose_share(rows, by_block, layout, max_error=params.max_error)
+            del rows
         with stage("select"):
             lists = bounded_lists(by_block, chosen.share, layout, params)
         with stage("stats"):
-            statistics = _stats(lists, c_struct, chosen, layout)
+            statistics = _stats(lists, chosen, layout)
     return lists.counts, lists.buffer, lists.full_counts, statistics
 
 
-def _stats(lists: Lists, c_struct: Tensor, chosen: Choice, layout: Layout) -> Tensor:
+def _stats(lists: Lists, chosen: Choice, layout: Layout) -> Tensor:
     """[B, Hq, len(STAT_NAMES)] fp32, in the order of STAT_NAMES. Oracle: reference.Selection."""
     x = layout
-    out = c_struct.new_empty((x.B, x.Hq, len(STAT_NAMES)))
+    out = chosen.share.new_empty((x.B, x.Hq, len(STAT_NAMES)))
     _stats_kernel[(x.B * x.Hq,)](
         lists.counts,
         lists.full_counts,
-        c_struct,
+        chosen.c_struct,
         chosen.share,
         chosen.coverage,
         out,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from crisp_flex.routing.kernels import bounded, unaudited
 from crisp_flex.routing.kernels import route as audited
-from crisp_flex.routing.kernels import unaudited
 from crisp_flex.routing.params import RouteParams
 
 
 def supports(query: Tensor, key: Tensor, params: RouteParams) -> bool:
     """Whether the kernels take this call; the reference takes all."""
-    return audited.supports(query, key, params) or unaudited.supports(query, key, params)
+    policies = (audited, bounded, unaudited)
+    return any(policy.supports(query, key, params) for policy in policies)
 
 
 def route(
@@ -20,8 +21,11 @@ def route(
     key_valid: Tensor | None,
     params: RouteParams,
     q_offset: Tensor | None = None,
+    value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The route of params.policy; see reference.route, unused slots of the lists undefined."""
+    if params.policy == "bounded":
+        return bounded.route(query, key, key_valid, params, q_offset, value)
     if params.policy == "hybrid":
         return audited.route(query, key, key_valid, params, q_offset)
     return unaudited.route(query, key, key_valid, params, q_offset)

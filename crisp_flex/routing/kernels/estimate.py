@@ -12,8 +12,8 @@ from torch import Tensor
 
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.positions import query_span, row_ends
-from crisp_flex.routing.kernels.probe import _has_wgmma
-from crisp_flex.routing.kernels.tile import LOG2_E, _dots, log2_sum
+from crisp_flex.routing.kernels.probe import has_wgmma
+from crisp_flex.routing.kernels.tile import LOG2_E, key_dots, log2_sum
 
 # As in the stage `probe`.
 TILE_ROWS = 128
@@ -63,7 +63,7 @@ def estimate(mean_query: Tensor, key: Tensor, layout: Layout, *, scale: float) -
         HEADS=heads,
         NUM_STAGES=NUM_STAGES,
         num_warps=8 if rows * heads == TILE_ROWS else 4,
-        maxnreg=REGISTERS if x.D <= 128 and _has_wgmma(key.device) else None,
+        maxnreg=REGISTERS if x.D <= 128 and has_wgmma(key.device) else None,
     )
     return sums
 
@@ -127,13 +127,13 @@ def _estimate_kernel(
                 tl.maximum((tl.min(position, 0) + 1) // BLOCK_KV, j_first), j_last
             )
             for blk in tl.range(j_first, j_masked, num_stages=NUM_STAGES):
-                dots = _dots(
+                dots = key_dots(
                     q, k_ptr, key_valid_ptr, stride_kl, stride_kd, position, blk, Lkv,
                     D, BLOCK_D, BLOCK_KV, False,
                 )  # fmt: skip
                 tl.store(out_ptrs + blk, _log2_of_exponentials(dots, exponent), mask=there)
         for blk in tl.range(j_masked, j_last, num_stages=1):
-            dots = _dots(
+            dots = key_dots(
                 q, k_ptr, key_valid_ptr, stride_kl, stride_kd, position, blk, Lkv,
                 D, BLOCK_D, BLOCK_KV, True,
             )  # fmt: skip

@@ -115,13 +115,13 @@ def probe(query: Tensor, key: Tensor, layout: Layout, *, scale: float, audit_row
             num_warps=NUM_WARPS,
             # wider heads leave no shared memory for a second program, and the dots of other GPUs
             # hold their operands in registers
-            maxnreg=REGISTERS if x.D <= 128 and _has_wgmma(query.device) else None,
+            maxnreg=REGISTERS if x.D <= 128 and has_wgmma(query.device) else None,
         )
     return sums
 
 
 @functools.cache
-def _has_wgmma(device: torch.device) -> bool:
+def has_wgmma(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 

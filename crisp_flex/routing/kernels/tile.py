@@ -17,7 +17,7 @@ def add_tile(
     ROWS: tl.constexpr, PLANES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Store the row sums of key block blk; return the running maximum and sum with it."""
-    dots = _dots(
+    dots = key_dots(
         q, k_ptr, key_valid_ptr, stride_kl, stride_kd, position, blk, Lkv,
         D, BLOCK_D, BLOCK_KV, MASKED,
     )  # fmt: skip
@@ -70,7 +70,7 @@ def structure_sum(
         else:
             first, last = recent_first, (hi - 1) // BLOCK_KV + 1
         for blk in tl.range(tl.maximum(first, j_first), tl.minimum(last, j_last), num_stages=1):
-            dots = _dots(
+            dots = key_dots(
                 q, k_ptr, key_valid_ptr, stride_kl, stride_kd, position, blk, Lkv,
                 D, BLOCK_D, BLOCK_KV, True,
             )  # fmt: skip
@@ -82,7 +82,7 @@ def structure_sum(
 
 
 @triton.jit
-def _dots(
+def key_dots(
     q, k_ptr, key_valid_ptr, stride_kl, stride_kd, position, blk, Lkv, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip

@@ -17,7 +17,6 @@ from crisp_flex.routing.lines import always
 from crisp_flex.routing.output_error import output_error
 from crisp_flex.routing.params import RouteParams
 from crisp_flex.routing.pool import pool
-from crisp_flex.routing.probe import probe
 
 # Shares of a row's estimated mass that the audit tries to leave out, the sparsest first; a head
 # for which none will do keeps all blocks, which the statistic "multiple" says as 0.
@@ -39,14 +38,13 @@ def select(
         params: max_error is relative to the root of the mean squared norm of the heads' outputs.
     """
     g = geometry
-    measured = probe(query, key, g, scale=params.scale, audit_rows=0)
     rest = tail_mass(estimate(pool(query, key, g)[0], key, g, params.scale))
-    share, coverage = _audit(query, key, value, rest, g, params)
+    share, coverage, c_struct = _audit(query, key, value, rest, g, params)
     all_blocks = share == 0
     kept = keep_above(rest, share[:, :, None, None]) | always(g)
     return Choice(
         keep=(kept | all_blocks[:, :, None, None]) & g.visible,
-        c_struct=measured.c_struct,
+        c_struct=c_struct,
         coverage=coverage,
         multiple=share,
         route=torch.where(all_blocks, ROUTE_ALL_BLOCKS, ROUTE_ESTIMATE),
@@ -73,8 +71,8 @@ def keep_above(rest: Tensor, share: Tensor) -> Tensor:
 
 def _audit(
     query: Tensor, key: Tensor, value: Tensor, rest: Tensor, g: Geometry, params: RouteParams
-) -> tuple[Tensor, Tensor]:
-    """The left-out share of each head (0: all blocks) and the mass that it keeps, [B, Hq] each."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Share left out (0: all blocks), mass kept with it, and c_struct of each head, [B, Hq]."""
     blocks, distinct = g.audit_blocks(params.audit_rows)
     # filled on the device: a list copied there would make the host wait
     shares = torch.cat([rest.new_full((1,), share) for share in LEFT_OUT])
@@ -90,4 +88,5 @@ def _audit(
     first = enough.int().argmax(-1, keepdim=True)
     found = enough.any(-1)
     coverage = measured.kept_mass.gather(-1, first)[..., 0]
-    return torch.where(found, shares[first[..., 0]], 0.0), torch.where(found, coverage, 1.0)
+    share = torch.where(found, shares[first[..., 0]], 0.0)
+    return share, torch.where(found, coverage, 1.0), measured.c_struct

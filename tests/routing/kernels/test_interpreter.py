@@ -20,6 +20,8 @@ RUNS = [
     ("interpreted_unaudited.py", "not long"),
     pytest.param("interpreted.py", "long", marks=pytest.mark.long),
     pytest.param("interpreted_unaudited.py", "long", marks=pytest.mark.long),
+    ("interpreted_bounded.py", "not long"),
+    pytest.param("interpreted_bounded.py", "long", marks=pytest.mark.long),
     ("interpreted_faults.py", "not long"),
     pytest.param("interpreted_faults.py", "long", marks=pytest.mark.long),
     ("interpreted_offset.py", "not long"),
