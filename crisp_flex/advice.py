@@ -26,7 +26,6 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "NOT_COMPILED": "report it with the error's text; until then the call stays dense",
         "UNSUPPORTED_DTYPE": "load the model in bfloat16",
         "MIXED_DTYPES": "cast query, key and value to one dtype",
-        "AUTOCAST": "load the model in bfloat16 instead of using autocast",
         "HEAD_DIM": "",
         "BATCH_MISMATCH": "expand query, key and value to one batch size",
         "HEADS_MISMATCH": "pass enable_gqa=True with Hq a multiple of Hkv",

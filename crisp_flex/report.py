@@ -27,7 +27,6 @@ class Reason(Enum):
     NOT_COMPILED = "Inductor raised an error on the sparse call"
     UNSUPPORTED_DTYPE = "the dtype is not float32, float16 or bfloat16"
     MIXED_DTYPES = "query, key and value have different dtypes"
-    AUTOCAST = "autocast changes the dtype inside the call"
     HEAD_DIM = "the head dim is outside what the sparse kernels take"
     BATCH_MISMATCH = "query, key and value have different batch sizes"
     HEADS_MISMATCH = "the query heads are no multiple of the key heads, or enable_gqa is off"

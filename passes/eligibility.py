@@ -87,12 +87,11 @@ def _kind(call: _Call) -> Iterator[Rejection]:
         yield Rejection(Reason.CPU_LACKS_FLEX)
     if problem := toolchain.missing(q.device.type):
         yield Rejection(Reason.NO_COMPILER, problem)
-    if not q.dtype == k.dtype == v.dtype:
-        yield Rejection(Reason.MIXED_DTYPES, f"{q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.dtype == k.dtype == v.dtype == out.dtype:
+        dtypes = f"{q.dtype}, {k.dtype} and {v.dtype} to {out.dtype}"
+        yield Rejection(Reason.MIXED_DTYPES, dtypes)
     if q.dtype not in DTYPES:
         yield Rejection(Reason.UNSUPPORTED_DTYPE, str(q.dtype))
-    if out.dtype != q.dtype:
-        yield Rejection(Reason.AUTOCAST, f"{q.dtype} to {out.dtype}")
     scale = value_of(call.site.scale)
     if scale is not None and (
         not isinstance(scale, (int, float, torch.SymFloat)) or free_unbacked_symbols(scale)

@@ -9,6 +9,7 @@ from torch import fx
 
 from crisp_flex import flex_hop
 from crisp_flex.config import CrispConfig
+from crisp_flex.passes.autocast import cast_inputs
 from crisp_flex.passes.dead_nodes import ancestors, erase_dead_ancestors
 from crisp_flex.passes.eligibility import check
 from crisp_flex.passes.lift_mask import lift_mask
@@ -50,6 +51,7 @@ def run_passes(
         asked = config.for_site(site.index, site.module_path)
         mask = _read_mask(site, masks)
         key, value, _ = unrepeat_kv(site.key, site.value)
+        site, key, value, casts = cast_inputs(site, key, value)
         site_config = _settled(asked, site, value, mask)
         found = check(site, key, value, mask, site_config)
         if isinstance(found, Placement):
@@ -60,6 +62,9 @@ def run_passes(
         if isinstance(found, Placement):
             dead |= _left_over(site, key, value)
             rewritten = rewriter.rewrite(site, key, value, found, site_config)
+        else:
+            for node in casts:
+                gm.graph.erase_node(node)
         report.sites.append(
             SiteReport(
                 index=site.index,

@@ -74,6 +74,7 @@ def test_b33_autocast_gives_what_sdpa_gives():
         want = dense(q, k, v.bfloat16(), is_causal=True)
     assert got.dtype == want.dtype
     assert relative_error(got, want) < 1e-2
+    assert rewritten(model) == [1]
     alone = crisp_flex.compile(Sdpa(is_causal=True), CONFIG)
     got = alone(q, k, v)
     assert got.dtype == torch.float32

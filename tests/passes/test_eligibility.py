@@ -62,11 +62,6 @@ def checkpointed(q, k, v):
     return torch.utils.checkpoint.checkpoint(causal, q, k, v, use_reentrant=False)
 
 
-def cast_inside(q, k, v):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return causal(q, k, v)
-
-
 def limited(query, key):
     limit = torch.nn.functional.pad(torch.ones(1, L - 56, dtype=torch.bool), (0, 56))
     batch = torch.arange(1)[:, None, None, None]
@@ -129,7 +124,6 @@ REFUSED = {
     Reason.HAS_DROPOUT: (sdpa(dropout_p=0.1), qkv(), CONFIG, None),
     Reason.UNSUPPORTED_DEVICE: (causal, qkv(device="meta"), CONFIG, None),
     Reason.UNSUPPORTED_DTYPE: (causal, qkv(dtype=torch.float64), CONFIG, None),
-    Reason.AUTOCAST: (cast_inside, qkv(), CONFIG, None),
     Reason.HEAD_DIM: (causal, qkv(D=4), CONFIG, None),
     Reason.CPU_SINKS: (own(sinks=True), qkv(), CONFIG, None),
     Reason.CAP_UNKNOWN: (own(softcap=-1.0), qkv(), CONFIG, None),
