@@ -123,7 +123,8 @@ class Explanation:
         if not sites:
             notes.append(
                 "no scaled_dot_product_attention call was found: load the model with "
-                'attn_implementation="sdpa"'
+                'attn_implementation="sdpa"; torch.nn.MultiheadAttention and what is built on it '
+                "are one call to Dynamo, which is not looked into"
             )
         return notes
 

@@ -124,3 +124,11 @@ def test_what_was_explained_leaves_the_recompile_limit_to_the_model():
             assert len(crisp_flex.explain(broken, q, config=CONFIG).graphs) == 2
         torch.compile(broken, backend=count)(torch.zeros(1, 2, 32, 16))
     assert len(graphs) == 2
+
+
+def test_attention_that_stands_inside_another_call_is_named():
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 32, batch_first=True).eval()
+    with torch.no_grad():
+        found = crisp_flex.explain(layer, torch.zeros(1, 64, 32), config=CONFIG)
+    assert found.report.sites == []
+    assert "torch.nn.MultiheadAttention and what is built on it are one call" in str(found)
