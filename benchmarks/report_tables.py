@@ -1,13 +1,14 @@
-"""README's tables and docs/attention-h200.png, made from benchmarks/results/*.jsonl.
+"""The tables of README and docs/measurements.md, and docs/attention-h200.png, made from
+benchmarks/results/*.jsonl.
 
-    python benchmarks/report_tables.py            write the tables between README's markers
-    python benchmarks/report_tables.py --check    fail if README says anything else
+    python benchmarks/report_tables.py            write the tables between the markers
+    python benchmarks/report_tables.py --check    fail if one of the files says anything else
     python benchmarks/report_tables.py --plot     draw the picture too (needs matplotlib)
 
 A marker is a pair of lines `<!-- NAME:begin -->` and `<!-- NAME:end -->`, NAME one of attention
-(structured inputs, 32/8 heads of D 128), shapes (the other heads), captured (real q, k),
-break-even, short and prefill. Of rows about the same thing the last one counts, files in the order
-of their names (machine, date, subject).
+(structured inputs, 32/8 heads of D 128), ratios (the same in short), shapes (the other heads),
+captured (real q, k), break-even, short and prefill. Of rows about the same thing the last one
+counts, files in the order of their names (machine, date, subject).
 """
 
 import argparse
@@ -21,6 +22,7 @@ from targets import fastest, shortest_win, total_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, README = ROOT / "benchmarks" / "results", ROOT / "README.md"
+DOCUMENTS = (README, ROOT / "docs" / "measurements.md")
 PICTURE = ROOT / "docs" / "attention-h200.png"
 MAIN_HEADS = "llama-3.1-8b"
 DENSE = {
@@ -91,12 +93,38 @@ def by_length(rows):
     return sorted(rows, key=lambda row: (shape_of(row), row["length"], row.get("kernel", "")))
 
 
-def attention(rows, *, main=True):
+def of_heads(rows, *, main=True):
     """The main heads, or all others, on structured inputs; on the simple ones for want of those."""
     found = [row for row in rows if row.get("row") == "attention" and row["policy"] == "hybrid"]
     found = [row for row in found if (row["heads"] == MAIN_HEADS) == main]
     structured = [row for row in found if row["inputs"] == "structured"]
-    found = by_length(structured or [row for row in found if row["inputs"] == "columns"])
+    return by_length(structured or [row for row in found if row["inputs"] == "columns"])
+
+
+def ratios(rows):
+    """The main heads in short: what was kept, and both times behind each ratio."""
+    lines = []
+    for row in of_heads(rows):
+        total = total_of(row)
+        sdpa, best = fastest(row, ("sdpa",)), fastest(row)
+        if not row.get("fa4_ms"):
+            best = None  # the fastest of all may be one that was not timed
+        pairs = [(x and x[1], x and x[1] / total) for x in (sdpa, best)]
+        lines.append([
+            spelled(row["length"]), row["kernel"], f"{row['density']:.1%}",
+            f"{row['coverage']:.3f}".lstrip("0"), number(total),
+            *(number(x) for pair in pairs for x in pair),
+        ])  # fmt: skip
+    head = [
+        "length", "kernel", "blocks kept", "mass kept", "crisp_flex, ms", "fastest dense SDPA, ms",
+        "ratio", "fastest dense of all, ms", "ratio",
+    ]  # fmt: skip
+    return lines and table(head, lines)
+
+
+def attention(rows, *, main=True):
+    """Every timed path of `of_heads`."""
+    found = of_heads(rows, main=main)
     names = {} if main else {"heads": shape_of}
     return found and attention_table(found, {**names, "length": lambda r: spelled(r["length"])})
 
@@ -147,6 +175,7 @@ def whole_model(rows, kind):
 
 
 SECTIONS = {
+    "ratios": ratios,
     "attention": attention,
     "shapes": lambda rows: attention(rows, main=False),
     "captured": captured,
@@ -157,7 +186,7 @@ SECTIONS = {
 
 
 def filled(text, rows):
-    """README with the tables between its markers.
+    """The text of a document with the tables between its markers.
 
     Raises:
         SystemExit: A marker has no partner, names no section, or there are no rows for it.
@@ -165,13 +194,13 @@ def filled(text, rows):
     names = re.findall(r"<!-- ([\w-]+):begin -->", text)
     for name in names:
         if name not in SECTIONS:
-            raise SystemExit(f"README: no section {name!r}; there are {', '.join(SECTIONS)}")
+            raise SystemExit(f"no section {name!r}; there are {', '.join(SECTIONS)}")
         block = rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)"
         if len(re.findall(block, text, re.DOTALL)) != 1:
-            raise SystemExit(f"README: the markers of {name!r} are no pair")
+            raise SystemExit(f"the markers of {name!r} are no pair")
         made = SECTIONS[name](rows)
         if not made:
-            raise SystemExit(f"README: no rows for {name!r} in {RESULTS}")
+            raise SystemExit(f"no rows for {name!r} in {RESULTS}")
         body = f"{made}\n"
         text = re.sub(block, lambda m, body=body: m[1] + body + m[2], text, flags=re.DOTALL)
     return text
@@ -184,23 +213,25 @@ def main():
     parser.add_argument("--check", action="store_true", help="change nothing; fail where stale")
     parser.add_argument("--plot", action="store_true", help="draw docs/attention-h200.png")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--documents", type=Path, nargs="+", default=DOCUMENTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     args = parser.parse_args()
     rows = read_rows(args.results)
-    old = args.readme.read_text(encoding="utf-8")
-    new = filled(old, rows)
+    old = {file: file.read_text(encoding="utf-8") for file in args.documents}
+    new = {file: filled(text, rows) for file, text in old.items()}
     if args.plot:
         from attention_plot import draw
 
         draw(rows, args.picture)
     if args.check:
-        if new != old:
-            sys.exit("README's tables are stale: run python benchmarks/report_tables.py")
+        stale = [file.name for file in old if new[file] != old[file]]
+        if stale:
+            sys.exit(f"stale: {', '.join(stale)}; run python benchmarks/report_tables.py")
         return
-    args.readme.write_text(new, encoding="utf-8")
-    unused = [name for name in SECTIONS if f"<!-- {name}:begin -->" not in new]
-    print(f"{args.readme} written; no markers for: {', '.join(unused) or 'none'}")
+    for file, text in new.items():
+        file.write_text(text, encoding="utf-8")
+    unused = [name for name in SECTIONS if f"<!-- {name}:begin -->" not in "".join(new.values())]
+    print(f"{', '.join(map(str, new))} written; no markers for: {', '.join(unused) or 'none'}")
 
 
 if __name__ == "__main__":

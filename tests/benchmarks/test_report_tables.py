@@ -83,7 +83,7 @@ def test_check_fails_on_a_stale_readme(module_of, tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     readme = tmp_path / "README.md"
     readme.write_text(MARKED.format("attention"))
-    arguments = ["report_tables", "--results", str(tmp_path), "--readme", str(readme)]
+    arguments = ["report_tables", "--results", str(tmp_path), "--documents", str(readme)]
     monkeypatch.setattr("sys.argv", [*arguments, "--check"])
     with pytest.raises(SystemExit, match="stale"):
         report.main()
@@ -93,10 +93,20 @@ def test_check_fails_on_a_stale_readme(module_of, tmp_path, monkeypatch):
     report.main()
 
 
-def test_readme_has_the_tables_of_the_committed_results(module_of):
+def test_the_documents_have_the_tables_of_the_committed_results(module_of):
     report = module_of("report_tables")
-    text = report.README.read_text(encoding="utf-8")
-    assert report.filled(text, report.read_rows()) == text
+    rows = report.read_rows()
+    for file in report.DOCUMENTS:
+        text = file.read_text(encoding="utf-8")
+        assert "<!-- prefill:begin -->" in text
+        assert report.filled(text, rows) == text
+
+
+def test_a_ratio_stands_beside_both_its_times(module_of):
+    text = module_of("report_tables").ratios([ROW])
+    assert text.splitlines()[2] == (
+        "| 128k | FLASH | 12.0% | .950 | 28.5 | 250 | 8.77 | 240 | 8.42 |"
+    )
 
 
 def test_the_picture_is_drawn(module_of, tmp_path):
