@@ -4,6 +4,7 @@ Graphs run as they are rewritten, where the eager operator ignores the lists: po
 """
 
 import importlib
+import re
 
 import pytest
 import torch
@@ -57,6 +58,74 @@ def test_uncompiled_it_equals_the_models_own_attention(family, call):
             results.append(model(**made.kwargs).logits)
     rows = made.rows.expand(results[0].shape[:2])
     assert relative_error(results[1][rows], results[0][rows]) < 1e-5
+
+
+def tiny(model_type, attention):
+    """The tiny model of a family that docs/families.md does not list."""
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    plain = transformers.CONFIG_MAPPING[model_type]()
+    sizes = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "n_layer": 1}
+    sizes |= {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+    settings = {name: size for name, size in sizes.items() if getattr(plain, name, None)}
+    config = transformers.CONFIG_MAPPING[model_type](**settings, pad_token_id=0)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def padded():
+    mask = torch.ones(2, 96, dtype=torch.int64)
+    mask[0, :21] = 0
+    return {"input_ids": ids(batch=2), "attention_mask": mask}
+
+
+@pytest.mark.parametrize("model_type", sorted(huggingface._COMPARED - {"gemma2", "gpt_oss"}))
+def test_a_family_that_refuses_sdpa_equals_its_own_attention(model_type):
+    models = [tiny(model_type, how).eval() for how in ("eager", huggingface.register())]
+    models[1].load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        want, got = (
+            model(**padded()).logits[padded()["attention_mask"].bool()] for model in models
+        )
+    assert relative_error(got, want) < 1e-5
+
+
+def test_a_model_that_asks_no_registry_is_refused_compiled_or_not():
+    """Bloom would add True of the mask to its logits as 1."""
+    model = tiny("bloom", huggingface.register()).eval()
+    says = "BloomForCausalLM writes its own attention and never asks for .*: load it with .*eager"
+    for fn in (model, torch.compile(model, backend="eager")):
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=says):
+            fn(**padded())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        ("llama", ""),
+        ("gpt_oss", ""),
+        ("a model of the user's own", ""),
+        ("falcon", 'FalconForCausalLM writes its own .* attn_implementation="sdpa"$'),
+        # it appends the keys that it chose to the mask
+        ("deepseek_v4", 'DeepseekV4ForCausalLM refuses SDPA, .* attn_implementation="eager"$'),
+    ],
+)
+def test_which_families_take_this_route(model_type, says):
+    found = huggingface._cannot_serve(model_type)
+    assert re.search(says, found) if says else not found
+
+
+def test_a_tensor_that_says_more_about_the_logits_is_refused(qkv):
+    q, k, v = qkv(Lq=32)
+    layer = torch.nn.Identity()
+    positions = torch.arange(32)[None]
+    huggingface.attention_forward(layer, q, k, v, None, position_ids=positions, use_cache=True)
+    with pytest.raises(NotImplementedError, match="what Identity means by position_bias, indices"):
+        huggingface.attention_forward(
+            layer, q, k, v, None, position_bias=q, position_ids=positions, indices=positions
+        )
 
 
 @pytest.mark.parametrize("call", ["left padding", "static second turn"])
