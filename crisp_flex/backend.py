@@ -161,6 +161,9 @@ def compile(
         **torch_compile_kwargs: `dynamic`, `fullgraph`, `mode`, `options` (Inductor's) as
             torch.compile takes them.
 
+    Returns:
+        The same module, or the compiled function; nothing is compiled before its first call.
+
     Raises:
         InputError: model is neither, or torch.compile has wrapped it already.
         ConfigError: `backend` or a field of CrispConfig is given by name, `options` has an entry
@@ -240,6 +243,12 @@ def models_of(owner: object) -> str:
 
 def reports(model: Callable[..., Any]) -> list[RewriteReport]:
     """What was done so far to each graph of a model that `crisp_flex.compile` returned.
+
+    Args:
+        model: What `crisp_flex.compile` returned.
+
+    Returns:
+        One report a graph, in the order of their compilation; [] before the first call.
 
     Raises:
         ConfigError: The model did not come from `crisp_flex.compile`.

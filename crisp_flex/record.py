@@ -201,7 +201,7 @@ class Record:
 
     @property
     def density(self) -> float:
-        """Kept / visible blocks, the mean over the rows; 1 where nothing ran sparsely."""
+        """Kept / visible blocks in [0, 1], the mean over the rows; 1 where nothing ran sparsely."""
         return sum(row.density for row in self.rows) / len(self.rows) if self.rows else 1.0
 
     @property
@@ -233,7 +233,7 @@ class Record:
         )
 
     def to_pandas(self) -> Any:  # noqa: ANN401
-        """A pandas DataFrame with a line a row.
+        """A pandas DataFrame with a line a row and the fields of SiteRecord, without the masks.
 
         Raises:
             UnavailableError: pandas is not installed.
@@ -266,7 +266,10 @@ class Record:
         return plot(self.of_run(run), title)
 
     def of_run(self, run: int | None = None) -> list[SiteRecord]:
-        """The rows of one run, None for the first.
+        """The rows of one run, in the order of its calls.
+
+        Args:
+            run: Number of the run (`row.run`); None is the first.
 
         Raises:
             CrispFlexError: There are none.

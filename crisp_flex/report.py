@@ -59,7 +59,12 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A reason with the detail of this one site."""
+    """A reason with the detail of this one site.
+
+    Args:
+        reason: Why; its value is the sentence that a user reads.
+        detail: What was seen here, such as "Lq=1024, Lkv=1024, min_seqlen=8192", or "".
+    """
 
     reason: Reason
     detail: str = ""
@@ -126,7 +131,11 @@ class SiteReport:
 
 @dataclass(slots=True)
 class RewriteReport:
-    """The outcome for one graph, site by site."""
+    """The outcome for one graph, site by site.
+
+    Args:
+        sites: One SiteReport per SDPA call, in the order of the graph.
+    """
 
     sites: list[SiteReport] = field(default_factory=list)
 
