@@ -70,9 +70,10 @@ def totals(record: Record) -> str:
     """One line about all rows."""
     missed = f"; {record.missed} calls in CUDA graphs were not read" if record.missed else ""
     overflow = sum(row.overflow for row in record.rows)
+    plural = "" if len(record.rows) == 1 else "s"
     wrong = f"; {overflow} ROWS OVERFLOW, please report this" if overflow else ""
     return (
-        f"{len(record.rows)} sparse attention calls, {record.density:.1%} of the visible blocks "
+        f"{len(record.rows)} sparse attention call{plural}, {record.density:.1%} of the visible blocks "
         f"kept, {record.violations} heads above max_uncovered{missed}{wrong}"
     )
 
