@@ -20,9 +20,13 @@ from crisp_flex.routing.kernels.positions import audit_block, bounds_of, query_s
 from crisp_flex.routing.kernels.tile import LOG2_E, key_dots, log2_sum, structure_sum
 from crisp_flex.routing.output_error import SAMPLED_ROWS
 
-MOST_TILE_ROWS = 128
+# One stage: 64 KiB of shared memory at D 128, which GPUs with 99 KiB for a program take, too.
+TILE_ROWS, NUM_WARPS = 128, 8
+# Beyond a head dim of 128 more rows spill their registers.
+WIDE_TILE_ROWS, WIDE_NUM_WARPS = 32, 4
+NUM_STAGES = 1
 # Key blocks per program: enough to pay for loading the rows, few enough for a wave of programs.
-LEAST_SPLIT, MOST_SPLIT = 2, 32
+LEAST_SPLIT, MOST_SPLIT = 2, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,8 @@ def row_blocks(
         split_blocks=split_blocks,
     )
     rows = x.G * audit_rows * SAMPLED_ROWS
-    tile = min(max(int(triton.next_power_of_2(rows)), 16), MOST_TILE_ROWS)
     wide = max(x.BLOCK_D, BLOCK_DV) > 128
+    tile = min(max(int(triton.next_power_of_2(rows)), 16), WIDE_TILE_ROWS if wide else TILE_ROWS)
     _row_blocks_kernel[(triton.cdiv(rows, tile), splits, x.B * x.Hkv)](
         query,
         key,
@@ -100,8 +104,8 @@ def row_blocks(
         BLOCK_KV=x.block_kv,
         ROWS=SAMPLED_ROWS,
         TILE=tile,
-        NUM_STAGES=1 if wide else 2,
-        num_warps=8 if tile == MOST_TILE_ROWS else 4,
+        NUM_STAGES=NUM_STAGES,
+        num_warps=WIDE_NUM_WARPS if wide or tile < 64 else NUM_WARPS,
     )
     return out
 

@@ -172,7 +172,8 @@ def routed(
     if not kernels.supports(query, key, params):
         raise ValueError(f"the kernels do not take {params} at D {D}, {dtype}")
     q_offset = torch.empty(1, dtype=torch.int64, device="meta") if moved else None
-    return record(lambda: kernels.route(query, key, key_valid, params, q_offset))
+    value = torch.empty_like(key) if params.reads_values else None
+    return record(lambda: kernels.route(query, key, key_valid, params, q_offset, value))
 
 
 def distinct(launches: list[Launch], arch: int) -> Iterator[Launch]:
