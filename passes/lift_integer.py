@@ -153,6 +153,8 @@ class IntegerLifter:
     def _empty_sum(self, node: fx.Node, coords: Coords) -> sympy.Expr:
         """cumsum of a tensor that is zero everywhere."""
         bound = arguments(node, "input", "dim", optional=("dtype",))
+        if type(bound["dim"]) is not int:  # a symbol, where the model has it from outside
+            raise UnreadError(f"cumsum {node.name}")
         anywhere = sympy.Dummy("i", integer=True, nonnegative=True)
         summed = list(coords)
         summed[bound["dim"]] = anywhere

@@ -6,6 +6,7 @@ Lanes:
   routing   block lists of the eager reference against brute force, and its invariants (CPU)
   masks     random mask programs through the passes (CPU, no compiler)
   traced    the same traced by Dynamo, every other one with symbolic lengths (CPU)
+  symbolic  masks whose lengths are read off shapes, traced with symbols and run at two lengths
   inductor  crisp_flex.compile of one attention call against float64 (CPU, a few s an example)
   gpu       sparse_attention in a handful of shapes against float64 over its own blocks (CUDA)
 

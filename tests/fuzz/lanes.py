@@ -19,6 +19,11 @@ def _traced():
     return st.tuples(mask_writer.programs(), st.booleans()), check
 
 
+def _symbolic():
+    strategy = st.tuples(mask_writer.programs(), st.sampled_from([1, 5, 12]))
+    return strategy, lambda example: _name(masks.check_symbolic(*example))
+
+
 def _routing():
     from tests.fuzz import routing
 
@@ -39,6 +44,7 @@ def _name(rewritten):
 LANES = {
     "masks": _masks,
     "traced": _traced,
+    "symbolic": _symbolic,
     "routing": _routing,
     "inductor": functools.partial(_attention, "cpu"),
     "gpu": functools.partial(_attention, "cuda"),

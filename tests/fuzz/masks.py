@@ -94,7 +94,7 @@ def check_traced(program, *, dynamic):
     compiled = torch.compile(program.function(), backend=backend, dynamic=dynamic, fullgraph=True)
     try:
         with torch.no_grad():
-            got = compiled(*program.fresh_inputs())
+            got, _ = compiled(*program.fresh_inputs())
         ((site, runner),) = found
         if site.rejection is None:
             compare(program, got, runner.pairs)
@@ -104,15 +104,56 @@ def check_traced(program, *, dynamic):
     return site.rejection is None
 
 
+def check_symbolic(program, shorter):
+    """Lengths that are symbols: traced once, run at two lengths; whether both were rewritten.
+
+    A graph that its own guards send away is followed by another, which is looked at alike.
+    """
+    found = []
+
+    def backend(gm, example_inputs):
+        (site,) = run_passes(gm, CONFIG, share_regions=False).sites
+        runner = PairsOfFlex(gm)
+        found.append((site, runner))
+        return runner.run
+
+    torch._dynamo.reset()
+    function, ran = program.function(sized=True), 0
+    compiled = torch.compile(function, backend=backend, dynamic=True, fullgraph=True)
+    for inputs in (program.fresh_inputs(), program.shorter_inputs(shorter)):
+        for _, runner in found:
+            runner.pairs = None
+        want, mask = function(*(x.clone() for x in inputs))
+        try:
+            # the program's own numbers stay numbers: only lengths are to be symbols
+            with torch.no_grad(), torch._dynamo.config.patch(specialize_int=True):
+                got, _ = compiled(*inputs)
+            used = [runner.pairs for _, runner in found if runner.pairs is not None]
+            if used:
+                compare_results(got, want, used[0], mask)
+        except Exception as error:
+            error.add_note(str(program.graph()[0].graph))
+            raise
+        ran += len(used)
+    if ran == 2:
+        event(f"both lengths in {len(found)} graphs")
+    return ran == 2
+
+
 def compare(program, got, pairs):
     """Results and pairs of a rewritten call against the program's own."""
     mask = program.value(program.result)
-    want = SDPA(*program.given[:3], attn_mask=mask)
+    compare_results(got, SDPA(*program.given[:3], attn_mask=mask), pairs, mask)
+
+
+def compare_results(got, want, pairs, mask):
+    """A result and its pairs against the result and the mask of the program, run as it is."""
     if mask.dtype != torch.bool:
         assert ((mask == 0) | (mask <= torch.finfo(torch.float32).min)).all(), "a bias was dropped"
         mask = mask == 0
     # keys that no query sees may be cut off
-    pairs = torch.nn.functional.pad(pairs, (0, program.given[1].shape[2] - pairs.shape[3]))
+    if mask.shape[-1] > 1:
+        pairs = torch.nn.functional.pad(pairs, (0, mask.shape[-1] - pairs.shape[3]))
     wrong = (pairs != mask).nonzero()
     assert wrong.numel() == 0, f"pairs differ, the first at (b, h, q, k) = {wrong[0].tolist()}"
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)

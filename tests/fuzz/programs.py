@@ -11,6 +11,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
+# Smaller numbers may be a dim, a step or a constant as well.
+LEAST_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,17 @@ class Program:
 
     def fresh_inputs(self):
         return [x.clone() for x in self.given]
+
+    def shorter_inputs(self, tokens):
+        """fresh_inputs with that many queries and keys less."""
+        Lq, Lkv = (x.shape[2] - tokens for x in self.given[:2])
+        cut = {"query": Lq, "key": Lkv, "value": Lkv}
+        cut |= {"attention_mask": Lkv, "document": Lkv, "cache_position": Lq}
+        return [
+            x.clone() if name not in cut
+            else x.narrow(2 if x.dim() == 4 else -1, 0, cut[name]).clone()
+            for name, x in zip(self.names, self.given, strict=True)
+        ]  # fmt: skip
 
     def value(self, ref):
         return self.inputs[-1 - ref.at] if ref.at < 0 else self.values[ref.at]
@@ -93,19 +106,31 @@ class Program:
         graph.output((site,))
         return fx.GraphModule(torch.nn.Module(), graph), mask
 
-    def function(self):
-        """The same as a Python function of the inputs."""
+    def function(self, *, sized=False):
+        """The same as a Python function of the inputs; it gives SDPA's result and the mask.
+
+        sized: Numbers that are a length are read off the shapes of query and key, so that the
+        function means the same at other lengths, and traced with dynamic shapes is symbolic.
+        """
         steps, result = self.steps, self.result
+        Lq, Lkv = (x.shape[2] for x in self.given[:2])
 
         def run(*inputs):
-            values = []
+            values, sizes = [], {}
+            if sized:
+                q, k = inputs[0].shape[2], inputs[1].shape[2]
+                sizes = {Lkv + 3: k + 3, Lq: q, Lkv: k}
+                if Lkv - Lq > LEAST_LENGTH:
+                    sizes.update({Lkv - Lq: k - q, Lkv - Lq + 1: k - q + 1})
 
             def value(ref):
                 return inputs[-1 - ref.at] if ref.at < 0 else values[ref.at]
 
             for target, args, kwargs in steps:
-                values.append(_perform(target, _filled(args, value), _filled(kwargs, value)))
-            return SDPA(*inputs[:3], attn_mask=value(result))
+                full = (_filled(x, value, sizes) for x in (args, kwargs))
+                values.append(_perform(target, *full))
+            mask = value(result)
+            return SDPA(*inputs[:3], attn_mask=mask), mask
 
         return run
 
@@ -116,13 +141,15 @@ def _perform(target, args, kwargs):
     return target(*args, **kwargs)
 
 
-def _filled(x, value):
+def _filled(x, value, sizes=None):
     if isinstance(x, Ref):
         return value(x)
     if isinstance(x, (tuple, list)):
-        return type(x)(_filled(y, value) for y in x)
+        return type(x)([_filled(y, value, sizes) for y in x])
     if isinstance(x, dict):
-        return {name: _filled(y, value) for name, y in x.items()}
+        return {name: _filled(y, value, sizes) for name, y in x.items()}
     if isinstance(x, slice):
-        return slice(*(_filled(y, value) for y in (x.start, x.stop, x.step)))
+        return slice(*[_filled(y, value, sizes) for y in (x.start, x.stop, x.step)])
+    if sizes and type(x) is int and x in sizes:
+        return sizes[x]
     return x

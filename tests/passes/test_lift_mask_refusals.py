@@ -162,3 +162,29 @@ def test_a_long_chain_ends_as_other():
         return mask
 
     assert read(build).other
+
+
+def test_a_dim_that_is_a_symbol_is_refused_without_an_error():
+    from crisp_flex import CrispConfig, Reason
+    from crisp_flex.passes.pipeline import run_passes
+
+    found = []
+
+    def backend(gm, example_inputs):
+        found.append(run_passes(gm, CrispConfig(min_seqlen=16, block_size=(16, 16))))
+        return gm.forward
+
+    dims = [-1]  # what a function finds outside of itself is a symbol in a dynamic graph
+
+    def attend(q, k, v, position):
+        counted = position.cumsum(dims[0])
+        mask = columns(k) <= counted[:, None]
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    q = torch.randn(1, 2, 64, 16)
+    position = torch.ones(64, dtype=torch.int64)
+    compiled = torch.compile(attend, backend=backend, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        got = compiled(q, q, q, position)
+        assert torch.equal(got, attend(q, q, q, position))
+    assert [site.rejection.reason for site in found[0].rejected] == [Reason.MASK_UNREAD]
