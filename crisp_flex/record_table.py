@@ -73,8 +73,8 @@ def totals(record: Record) -> str:
     plural = "" if len(record.rows) == 1 else "s"
     wrong = f"; {overflow} ROWS OVERFLOW, please report this" if overflow else ""
     return (
-        f"{len(record.rows)} sparse attention call{plural}, {record.density:.1%} of the visible blocks "
-        f"kept, {record.violations} heads above max_uncovered{missed}{wrong}"
+        f"{len(record.rows)} sparse attention call{plural}, {record.density:.1%} of the visible "
+        f"blocks kept, {record.violations} heads above max_uncovered{missed}{wrong}"
     )
 
 
