@@ -35,7 +35,7 @@ def main():
     loaded = load(None, device="cpu", dtype=torch.float32)
     ids = torch.tensor([text_ids(loaded.tokenizer, "code", args.length)])
     query, key, value = caught(loaded.model, ids, args.layer)
-    head = middle_head(query, key)
+    head = middle_head(query, key, value)
 
     columns = 3
     rows = -(-len(POLICIES) // columns)
@@ -73,10 +73,10 @@ def caught(model, ids, layer):
     return found["qkv"]
 
 
-def middle_head(query, key):
+def middle_head(query, key, value):
     """The head with the middle density under the default policy."""
     with crisp_flex.record() as rec:
-        crisp_flex.route(query, key)
+        crisp_flex.route(query, key, value=value)
     density = rec.rows[0].density_by_head
     return sorted(range(len(density)), key=density.__getitem__)[len(density) // 2]
 

@@ -38,7 +38,7 @@ query, key = torch.randn(1, 4, L, D), torch.randn(1, 2, L, D)
 key[:, :, 1000] = 8 * key[:, :, 1000] / key[:, :, 1000].norm(dim=-1, keepdim=True)
 query += 4 * key[:, :, 1000:1001].repeat_interleave(2, 1)
 with crisp_flex.record(audit=8) as rec:
-    mask = crisp_flex.route(query, key)
+    mask = crisp_flex.route(query, key, crisp_flex.CrispConfig(policy="hybrid"))
     crisp_flex.route(query, key, crisp_flex.CrispConfig(policy="streaming", max_uncovered=1.0))
 print(rec.summary())
 hybrid, streaming = rec.rows
