@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from masked_attention import relative_error
 
+import crisp_flex
 from crisp_flex import CrispConfig, CrispFlexBackend
+from tests.families.models import ids, make
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +49,18 @@ def test_segments_equal_dense(same, padded, dynamic, qkv):
         assert relative_error(got[:, :, rows], want[:, :, rows]) < 5e-3, L
     sites = [site for report in backend.reports.values() for site in report.sites]
     assert {(site.policy, site.kernel) for site in sites} == {("segments", "TRITON")}
+
+
+def test_prompts_packed_by_position_ids_alone_keep_their_own_logits():
+    lengths = (900, 1, 1500, 699)
+    sizes = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 4096}
+    model = make("Llama", initializer_range=0.05, **sizes).to("cuda", torch.bfloat16)
+    tokens = ids(sum(lengths)).cuda()
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].cuda()
+    with torch.no_grad():
+        alone = [model(input_ids=x, use_cache=False).logits for x in tokens.split(lengths, 1)]
+        crisp_flex.compile(model, CrispConfig(min_seqlen=512))
+        got = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    sites = [site for report in crisp_flex.reports(model) for site in report.sites]
+    assert [(site.policy, site.kernel) for site in sites] == [("segments", "TRITON")] * 2, sites
+    assert relative_error(got.float(), torch.cat(alone, 1).float()) < 3e-2
