@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 from crisp_flex.routing import reference
+from crisp_flex.routing.guards import ROUTE_ESTIMATE
 from crisp_flex.routing.kernels import dispatch
 from crisp_flex.routing.params import STAT_NAMES
 from tests.routing.inputs import params
@@ -121,17 +122,24 @@ def check_faults(
 def check_flat(policy, faults, *, L, D=16, block=(64, 64), dtype=torch.float16, device="cpu"):
     """Assert that the kernels keep what the reference keeps of flat heads, and as much mass.
 
-    They may keep more: of equal entries of the pooled map they take all or none.
+    Of heads whose pooled map decides only the mass is compared: which of its equal entries pass,
+    all, none or some, is the rounding of sums.
     """
     query, key = heads(faults, L, D, dtype, device)
     settings = params(D, block, dense_last_blocks=0, **POLICIES[policy])
     settings = dataclasses.replace(settings, k_min=0)
     got, want = (f(query, key, None, settings) for f in (dispatch.route, reference.route))
-    Nkv = -(-L // block[1])
-    missing = (kept(want, Nkv) > 0) & ~(kept(got, Nkv) > 0)
-    assert missing.nonzero().tolist() == []
-    if settings.router != "pe" and settings.policy != "hybrid":
-        assert torch.equal(kept(got, Nkv), kept(want, Nkv))
     assert got[3].isfinite().all()
-    column = STAT_NAMES.index("coverage")
-    assert (got[3][..., column] > want[3][..., column] - MASS_BUDGET).all()
+    Nkv = -(-L // block[1])
+    got_kept, want_kept = (kept(x, Nkv) > 0 for x in (got, want))
+    (got_mass, got_route), (want_mass, want_route) = (
+        (x[3][..., STAT_NAMES.index("coverage")], x[3][..., STAT_NAMES.index("route")])
+        for x in (got, want)
+    )
+    assert torch.equal(got_route, want_route)
+    by_map = want_route == ROUTE_ESTIMATE
+    missing = want_kept & ~got_kept & ~by_map[..., None, None]
+    assert missing.nonzero().tolist() == []
+    if settings.policy != "hybrid":
+        assert torch.equal(got_kept[~by_map], want_kept[~by_map])
+    assert (got_mass > want_mass - torch.where(by_map, 0.01, MASS_BUDGET)).all()

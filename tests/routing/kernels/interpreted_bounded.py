@@ -47,7 +47,7 @@ def test_estimates_and_half_precision():
 
 
 def test_a_tight_bound_leaves_out_less_than_a_loose_one():
-    query, key, value, key_valid, settings = bounded_case("ragged")
+    query, key, value, key_valid, settings = bounded_case("aligned")
     tight = check_bounded(query, key, value, key_valid, accurate(settings, 1e-6))
     loose = check_bounded(query, key, value, key_valid, accurate(settings, 0.99))
     assert (tight <= loose).all()
