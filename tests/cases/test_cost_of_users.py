@@ -71,7 +71,7 @@ class Largest(TorchDispatchMode):
 
 
 POLICIES = {
-    "hybrid": {},
+    "hybrid": {"policy": "hybrid"},
     "crisp": {"policy": "crisp"},
     "crisp pe": {"policy": "crisp", "router": "pe"},
     "streaming": {"policy": "streaming"},
