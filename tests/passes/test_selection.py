@@ -71,5 +71,5 @@ def test_with_kernels_nothing_is_refused(site):
 
 
 def test_settings_that_have_no_kernels_at_all_were_asked_for(site):
-    for settings in ({"policy": "minference"}, {"coverage_min": 0.5}):
+    for settings in ({"policy": "minference"}, {"policy": "hybrid", "coverage_min": 0.5}):
         assert site(CrispConfig(**settings)).selection == "reference"
