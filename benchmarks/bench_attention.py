@@ -93,7 +93,7 @@ def bench_parts(inputs, config, kernel, rows, args):
     check(relative_error(sparse(), wanted, rows), f"sparse kernel {kernel}")
     stats = statistics_of(q, k, v, params)
     budget_ms = 1e3 * args.budget
-    route_ms, _ = gpu_time(lambda: route_op(q, k, None, params), budget_ms=budget_ms)
+    route_ms, _ = gpu_time(lambda: route_op(q, k, None, params, value=v), budget_ms=budget_ms)
     sparse_ms, _ = gpu_time(sparse, budget_ms=budget_ms)
     kernel_ms, _ = gpu_time(flex, budget_ms=budget_ms)
     kept = statistics_of(q, k, v, RouteParams.from_config(listed, D=q.shape[3]))["kept"]
