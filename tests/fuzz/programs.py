@@ -4,6 +4,7 @@ A program is a list of calls with known values, so it can be made into an FX gra
 or be run as a Python function under Dynamo.
 """
 
+import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -138,6 +139,9 @@ class Program:
 def _perform(target, args, kwargs):
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
+    if target is operator.setitem:  # a function that Dynamo does not trace, unlike the statement
+        args[0][args[1]] = args[2]
+        return None
     return target(*args, **kwargs)
 
 
