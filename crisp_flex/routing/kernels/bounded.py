@@ -12,10 +12,11 @@ from torch import Tensor
 from crisp_flex.routing.guards import NOT_MEASURED, ROUTE_ALL_BLOCKS, ROUTE_ESTIMATE
 from crisp_flex.routing.kernels.block_counts import block_counts
 from crisp_flex.routing.kernels.bounded_lists import bounded_lists
+from crisp_flex.routing.kernels.choose_share import Choice, choose_share
 from crisp_flex.routing.kernels.compact import Lists
 from crisp_flex.routing.kernels.estimate import estimate
 from crisp_flex.routing.kernels.layout import Layout
-from crisp_flex.routing.kernels.output_error import Choice, choose_share
+from crisp_flex.routing.kernels.output_error import output_error
 from crisp_flex.routing.kernels.pool import pool_queries
 from crisp_flex.routing.kernels.ranges import stage
 from crisp_flex.routing.kernels.route import takes
@@ -72,7 +73,8 @@ def route(
             rows = row_blocks(
                 query, key, value, layout, scale=params.scale, audit_rows=params.audit_rows
             )
-            chosen = choose_share(rows, by_block, layout, max_error=params.max_error)
+            errors = output_error(rows, by_block, layout)
+            chosen = choose_share(errors, max_error=params.max_error)
             del rows
         with stage("select"):
             lists = bounded_lists(by_block, chosen.share, layout, params)

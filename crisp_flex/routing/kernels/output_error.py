@@ -1,6 +1,6 @@
-"""Stage `output_error` of policy "bounded" on the GPU, second half: errors, and what they allow.
+"""Stage `output_error` of policy "bounded" on the GPU, second half: the errors of all candidates.
 
-Oracle: routing.output_error and the audit of policies.bounded. Bound by latency, and at long
+Oracle: routing.output_error. Bound by latency, and at long
 lengths by reading the sampled rows' block outputs once.
 """
 
@@ -33,42 +33,43 @@ BLOCK_J = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What the audit says per head.
+class Errors:
+    """What the sampled rows say of each candidate, and in the last slot of all blocks, fp32.
 
     Attributes:
-        share: [B, Hq] fp32: left-out share, -1 for all blocks.
-        coverage: [B, Hq] fp32: exact mass kept on the sampled rows with it.
-        c_struct: [B, Hq] fp32: of the last audited block's sampled rows.
+        error: [B, Hq, audit_rows, SAMPLED_ROWS, SLOTS]: squared error of the output; 0 for a row
+            that does not count.
+        mass: The same shape: exact mass kept; 0 for a row that does not count.
+        facts: [B, Hq, audit_rows, SAMPLED_ROWS, 4]: squared norm of the exact output; whether the
+            row counts; its c_struct in the last audited block, else 0; whether it is a valid query.
     """
 
-    share: Tensor
-    coverage: Tensor
-    c_struct: Tensor
+    error: Tensor
+    mass: Tensor
+    facts: Tensor
 
 
-def choose_share(rows: RowBlocks, sums: Tensor, layout: Layout, *, max_error: float) -> Choice:
-    """The largest left-out share of each head whose output error is within max_error.
+def output_error(rows: RowBlocks, sums: Tensor, layout: Layout) -> Errors:
+    """The output errors of all candidates on the sampled rows.
 
     Args:
         rows: Of row_blocks.
         sums: Of the stage `estimate`.
         layout: Of this call.
-        max_error: Relative to the root mean square of the heads' outputs.
     """
     x = layout
     audit_rows, Dv = rows.output.shape[2], rows.output.shape[5]
     heads = x.B * x.Hq
 
     def empty(*shape: int) -> Tensor:
-        return sums.new_empty((x.B, x.Hq, *shape))
+        return sums.new_empty((x.B, x.Hq, audit_rows, *shape))
 
-    levels = empty(audit_rows, SLOTS)
-    errors = empty(audit_rows, SAMPLED_ROWS, SLOTS)
-    masses = empty(audit_rows, SAMPLED_ROWS, SLOTS)
-    # squared norm of the exact output, whether the row counts, its c_struct, whether it is valid
-    facts = empty(audit_rows, SAMPLED_ROWS, 4)
-    chosen = Choice(empty(), empty(), empty())
+    levels = empty(SLOTS)
+    errors = Errors(
+        error=empty(SAMPLED_ROWS, SLOTS),
+        mass=empty(SAMPLED_ROWS, SLOTS),
+        facts=empty(SAMPLED_ROWS, 4),
+    )
     sizes = {"BLOCK_Q": x.block_q, "BLOCK_KV": x.block_kv}
     _levels_kernel[(SLOTS, audit_rows, heads)](
         sums,
@@ -90,9 +91,9 @@ def choose_share(rows: RowBlocks, sums: Tensor, layout: Layout, *, max_error: fl
         rows.structure,
         sums,
         levels,
-        errors,
-        masses,
-        facts,
+        errors.error,
+        errors.mass,
+        errors.facts,
         x.first_valid,
         x.bounds,
         x.q_offset,
@@ -109,23 +110,7 @@ def choose_share(rows: RowBlocks, sums: Tensor, layout: Layout, *, max_error: fl
         BLOCK_J=BLOCK_J,
         **sizes,
     )
-    _choose_kernel[(heads,)](
-        errors,
-        masses,
-        facts,
-        chosen.share,
-        chosen.coverage,
-        chosen.c_struct,
-        x.Hq,
-        audit_rows * SAMPLED_ROWS,
-        audit_rows,
-        max_error * max_error,
-        LEFT_OUT=LEFT_OUT,
-        ROWS=SAMPLED_ROWS,
-        SLOTS=SLOTS,
-        CHUNK=256,
-    )
-    return chosen
+    return errors
 
 
 @triton.jit(do_not_specialize=["Hq", "Lq", "Lkv", "audits"])
@@ -263,53 +248,3 @@ def _error_kernel(
             structure += tl.exp2(log2 - base)
     tl.store(facts_ptr + piece * 4 + 2, tl.where(valid, structure / tl.sum(whole_row, 0), 0.0))
     tl.store(facts_ptr + piece * 4 + 3, valid.to(tl.float32))
-
-
-@triton.jit(do_not_specialize=["Hq", "rows", "audits"])
-def _choose_kernel(
-    error_ptr,
-    mass_ptr,
-    facts_ptr,
-    share_ptr,
-    coverage_ptr,
-    c_struct_ptr,
-    Hq,
-    rows,
-    audits,
-    squared_bound,
-    LEFT_OUT: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Grid (B * Hq,): the first candidate whose error is within the bound; rows is of a head."""
-    bh = tl.program_id(0).to(tl.int64)  # before the first multiply
-    slot = tl.arange(0, SLOTS)
-    r = tl.arange(0, ROWS)
-    error = tl.zeros([ROWS, SLOTS], tl.float32)
-    mass = tl.zeros([ROWS, SLOTS], tl.float32)
-    number = tl.zeros([ROWS], tl.float32)
-    for step in range(audits):
-        piece = (bh * audits + step) * ROWS + r
-        at = piece[:, None] * SLOTS + slot[None, :]
-        error += tl.load(error_ptr + at)
-        mass += tl.load(mass_ptr + at)
-        number += tl.load(facts_ptr + piece * 4 + 1)
-    norms = tl.zeros([CHUNK], tl.float32)
-    layer = (bh // Hq) * Hq * rows
-    for i in range(0, Hq * rows, CHUNK):
-        at = i + tl.arange(0, CHUNK)
-        norms += tl.load(facts_ptr + (layer + at) * 4, mask=at < Hq * rows, other=0.0)
-    bound = tl.sum(norms, 0) / Hq * squared_bound
-    # no error is within a bound of Inf or NaN, and none of NaN within any
-    bound = tl.where(bound < float("inf"), bound, -1.0)
-    fits = (tl.sum(error, 0) <= bound) & (slot < SLOTS - 1)
-    chosen = tl.min(tl.where(fits, slot, SLOTS - 1), 0)
-    count = tl.sum(number, 0)
-    reached = tl.sum(tl.where(slot == chosen, tl.sum(mass, 0), 0.0), 0) / tl.maximum(count, 1.0)
-    whole = (chosen == SLOTS - 1) | (count == 0)
-    tl.store(share_ptr + bh, left_out(chosen, LEFT_OUT))
-    tl.store(coverage_ptr + bh, tl.where(whole, 1.0, reached))
-    last = facts_ptr + ((bh * audits + audits - 1) * ROWS + r) * 4
-    valid = tl.maximum(tl.sum(tl.load(last + 3), 0), 1.0)
-    tl.store(c_struct_ptr + bh, tl.sum(tl.load(last + 2), 0) / valid)
