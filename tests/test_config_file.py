@@ -39,7 +39,7 @@ def test_a_file_is_the_config_that_it_spells(tmp_path):
         ('polcy = "dense"', r"crisp.toml: unknown option \['polcy'\]; CrispConfig has"),
         ('policy = "hybird"', "crisp.toml: policy must be one of hybrid"),
         ("policy = hybrid", 'is no TOML .*: write lines such as preset = "fast"'),
-        ("overrides = 3", "crisp.toml: a value has the wrong type"),
+        ("overrides = 3", "crisp.toml: overrides must be a dict"),
     ],
     ids=["unknown key", "unknown policy", "no TOML", "wrong type"],
 )

@@ -24,8 +24,8 @@ from tests.routing.kernels.interpreted import long, poisoned  # noqa: F401 (a fi
         "one token",
         "ragged",
         "half query blocks",
-        "holes",
-        "no valid key in one sequence",
+        long("holes"),
+        long("no valid key in one sequence"),
         *(
             long(x)
             for x in (
@@ -46,6 +46,7 @@ def test_estimates_and_half_precision():
     check_bounded(query, key, value, key_valid, settings)
 
 
+@pytest.mark.long
 def test_a_tight_bound_leaves_out_less_than_a_loose_one():
     query, key, value, key_valid, settings = bounded_case("aligned")
     tight = check_bounded(query, key, value, key_valid, accurate(settings, 1e-6))
@@ -60,7 +61,7 @@ def test_the_offset_may_stand_in_a_tensor():
     check_bounded(query, key, value, key_valid, settings, offset)
 
 
-@pytest.mark.parametrize("where", ["query", "key", "value"])
+@pytest.mark.parametrize("where", ["query", long("key"), long("value")])
 def test_what_is_not_finite_keeps_what_sees_it(where):
     query, key, value, key_valid, settings = bounded_case("ragged")
     {"query": query, "key": key, "value": value}[where][0, 0, 200, 3] = float("nan")
