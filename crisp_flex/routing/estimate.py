@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crisp_flex.routing.geometry import Geometry
-from crisp_flex.routing.probe import CHUNK_ELEMENTS, block_sums
+from crisp_flex.routing.probe import CHUNK_ELEMENTS, block_sums, probabilities
 
 # Most rows made at once: the fewer, the less is made of what lies past the diagonal.
 _CHUNK_ROWS = 64
@@ -47,22 +47,9 @@ def estimate(mean_query: Tensor, key: Tensor, geometry: Geometry, scale: float) 
         hidden = torch.arange(key_limit, device=key.device) > last[:, None]
         if g.key_valid is not None:
             hidden = hidden | ~g.key_valid[:, None, None, :key_limit]
-        chunks.append(_masses(mean_query[:, :, rows] * scale, key[:, :, :key_limit], hidden, g))
-    return torch.cat(chunks, 2).masked_fill(~g.visible, 0.0)
-
-
-def _masses(query: Tensor, key: Tensor, hidden: Tensor, g: Geometry) -> Tensor:
-    """[B, Hq, R, Nkv]: block sums of softmax(query @ key^T), hidden [.., R, L], by KV heads."""
-    (B, Hq, R, _), (Hkv, L) = query.shape, key.shape[1:3]
-    G = Hq // Hkv
-    step = max(CHUNK_ELEMENTS // (B * G * R * L), 1)
-    masses = []
-    for h in range(0, Hkv, step):
-        keys = key[:, h : h + step].float()
         # an Inf may give some rows no mass and others all of it, as in `pool`
-        keys = keys + (keys - keys)
-        grouped = query[:, h * G : (h + step) * G].unflatten(1, (-1, G)).flatten(2, 3)
-        logits = (grouped @ keys.mT).view(B, -1, R, L)
-        probs = logits.masked_fill_(hidden, torch.finfo(torch.float32).min).softmax(-1)
-        masses.append(block_sums(probs, g))
-    return torch.cat(masses, 1)
+        probs = probabilities(
+            mean_query[:, :, rows] * scale, key[:, :, :key_limit], hidden, inf_is_nan=True
+        )
+        chunks.append(torch.cat([block_sums(x, g) for x in probs], 1))
+    return torch.cat(chunks, 2).masked_fill(~g.visible, 0.0)

@@ -173,20 +173,35 @@ def row_probabilities(
 ) -> Iterator[Tensor]:
     """softmax(q_rows @ K^T * scale) over the visible keys, [B, h, R, key_limit] fp32 per chunk.
 
-    The chunks of query heads come in order. A row that does not count is finite, not meaningful.
+    The chunks of query heads come in order. A row that does not count has no meaning.
     """
     queries = _take_queries(query, rows, g) * scale
-    B, Hkv, D = key.shape[0], key.shape[1], key.shape[3]
-    G, R = query.shape[1] // Hkv, rows.positions.shape[1]
     hidden = torch.arange(rows.key_limit, device=key.device) > rows.positions[:, :, None]
     if g.key_valid is not None:
         hidden = hidden | ~g.key_valid[:, None, : rows.key_limit]
-    hidden = hidden[:, None]  # [B', 1, R, Lkv]
-    step = max(CHUNK_ELEMENTS // (B * G * R * rows.key_limit), 1)
+    yield from probabilities(queries, key[:, :, : rows.key_limit], hidden[:, None])
+
+
+def probabilities(
+    queries: Tensor, key: Tensor, hidden: Tensor, *, inf_is_nan: bool = False
+) -> Iterator[Tensor]:
+    """softmax(queries @ K^T) over the keys that are not hidden, [B, h, R, L] fp32 per chunk.
+
+    Args:
+        queries: [B, Hq, R, D] fp32, scaled.
+        key: [B, Hkv, L, D].
+        hidden: Bool, broadcastable to [B, 1, R, L].
+        inf_is_nan: Whether an Inf of the keys counts as NaN, which it may turn into or not.
+    """
+    (B, Hq, R, D), (Hkv, L) = queries.shape, key.shape[1:3]
+    G = Hq // Hkv
+    step = max(CHUNK_ELEMENTS // (B * G * R * L), 1)
     for h in range(0, Hkv, step):
-        keys = key[:, h : h + step, : rows.key_limit].float()
+        keys = key[:, h : h + step].float()
+        if inf_is_nan:
+            keys = keys + (keys - keys)
         grouped = queries[:, h * G : (h + step) * G].reshape(B, -1, G * R, D)
-        logits = (grouped @ keys.mT).view(B, -1, R, rows.key_limit)
+        logits = (grouped @ keys.mT).view(B, -1, R, L)
         yield logits.masked_fill_(hidden, torch.finfo(torch.float32).min).softmax(-1)
 
 

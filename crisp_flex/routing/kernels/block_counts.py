@@ -1,4 +1,7 @@
-"""Kept and visible blocks of a head, for the stage `stats`. Oracle: reference.Selection.stats."""
+"""What the stage `stats` of all policies shares: the counts of a head, and its row.
+
+Oracle: reference.Selection.stats.
+"""
 
 from __future__ import annotations
 
@@ -29,3 +32,19 @@ def block_counts(
         first_row = tl.maximum(keys - offset, 0) // BLOCK_Q
         visible += tl.where(keys < reach, Nq - first_row, 0)
     return tl.sum(kept, 0).to(tl.float32), tl.sum(visible, 0).to(tl.float32)
+
+
+@triton.jit
+def store_stats(
+    out_ptr, bh, kept, visible, c_struct, coverage, multiple, route, COLUMNS: tl.constexpr,
+    NOT_MEASURED: tl.constexpr,
+):  # fmt: skip
+    """Store the statistics of head bh in the order of STAT_NAMES; none of them is NaN."""
+    out_ptr += bh * COLUMNS
+    tl.store(out_ptr, kept)
+    tl.store(out_ptr + 1, visible)
+    tl.store(out_ptr + 2, tl.where(c_struct == c_struct, c_struct, NOT_MEASURED))
+    # unknown masses are in all blocks
+    tl.store(out_ptr + 3, tl.where(coverage == coverage, coverage, 1.0))
+    tl.store(out_ptr + 4, multiple)
+    tl.store(out_ptr + 5, route)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crisp_flex.routing.guards import NOT_MEASURED, ROUTE_ALL_BLOCKS, ROUTE_ESTIMATE
-from crisp_flex.routing.kernels.block_counts import block_counts
+from crisp_flex.routing.kernels.block_counts import block_counts, store_stats
 from crisp_flex.routing.kernels.bounded_lists import bounded_lists
 from crisp_flex.routing.kernels.choose_share import Choice, choose_share
 from crisp_flex.routing.kernels.compact import Lists
@@ -19,18 +19,16 @@ from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.output_error import output_error
 from crisp_flex.routing.kernels.pool import pool_queries
 from crisp_flex.routing.kernels.ranges import stage
-from crisp_flex.routing.kernels.route import takes
+from crisp_flex.routing.kernels.route import MOST_AUDIT_ROWS, takes
 from crisp_flex.routing.kernels.sampled_rows import row_blocks
 from crisp_flex.routing.params import STAT_NAMES, RouteParams
-
-_MOST_AUDIT_ROWS = 64
 
 
 def supports(query: Tensor, key: Tensor, params: RouteParams) -> bool:
     """Whether the kernels take this call; the reference takes all."""
     return (
         params.policy == "bounded"
-        and 1 <= params.audit_rows <= _MOST_AUDIT_ROWS
+        and 1 <= params.audit_rows <= MOST_AUDIT_ROWS
         and takes(query, key, params)
     )
 
@@ -140,11 +138,8 @@ def _stats_kernel(
     c_struct = tl.load(c_struct_ptr + bh)
     coverage = tl.load(coverage_ptr + bh)
     share = tl.load(share_ptr + bh)
-    out_ptr += bh * COLUMNS
-    tl.store(out_ptr, kept)
-    tl.store(out_ptr + 1, visible)
-    tl.store(out_ptr + 2, tl.where(c_struct == c_struct, c_struct, NOT_MEASURED))
-    # unknown masses are in all blocks
-    tl.store(out_ptr + 3, tl.where(coverage == coverage, coverage, 1.0))
-    tl.store(out_ptr + 4, tl.maximum(share, 0.0))
-    tl.store(out_ptr + 5, tl.where(share < 0, ALL_BLOCKS, ESTIMATE))
+    multiple = tl.maximum(share, 0.0)
+    route = tl.where(share < 0, ALL_BLOCKS, ESTIMATE)
+    store_stats(
+        out_ptr, bh, kept, visible, c_struct, coverage, multiple, route, COLUMNS, NOT_MEASURED
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.positions import query_span, row_ends
 from crisp_flex.routing.kernels.probe import has_wgmma
-from crisp_flex.routing.kernels.tile import LOG2_E, key_dots, log2_sum
+from crisp_flex.routing.kernels.tile import LOG2_E, exponentials, key_dots, log2_sum
 
 # As in the stage `probe`.
 TILE_ROWS = 128
@@ -143,7 +143,5 @@ def _estimate_kernel(
 @triton.jit
 def _log2_of_exponentials(dots, exponent):
     """[M]: log2 of the sum of exp2(dots * exponent) over the columns of dots [M, N]."""
-    top = tl.max(dots, 1) * exponent
-    # a row that sees nothing here has all weights exp2(-inf)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    return log2_sum(finite, tl.sum(tl.exp2(dots * exponent - finite[:, None]), 1))
+    top, weights = exponentials(dots, exponent)
+    return log2_sum(top, tl.sum(weights, 1))

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crisp_flex.routing.guards import NOT_MEASURED, ROUTE_ALL_BLOCKS, ROUTE_VERTICAL_SLASH
-from crisp_flex.routing.kernels.block_counts import block_counts
+from crisp_flex.routing.kernels.block_counts import block_counts, store_stats
 from crisp_flex.routing.kernels.compact import Lists
 from crisp_flex.routing.kernels.kept import Rule
 from crisp_flex.routing.kernels.layout import Layout
@@ -102,11 +102,7 @@ def _stats_kernel(
         short = ~(1 - coverage <= max_uncovered)  # as in kept_lists
         route = tl.where(short, route, chosen)
         coverage = tl.where(short, tl.load(covered_ptr + bh * 2 + 1), coverage)
-    out_ptr += bh * COLUMNS
-    tl.store(out_ptr, kept)
-    tl.store(out_ptr + 1, visible)
-    tl.store(out_ptr + 2, tl.where(c_struct == c_struct, c_struct, NOT_MEASURED))
-    # unknown masses are in all blocks
-    tl.store(out_ptr + 3, tl.where(coverage == coverage, coverage, 1.0))
-    tl.store(out_ptr + 4, tl.full([], NOT_MEASURED, tl.float32))
-    tl.store(out_ptr + 5, route)
+    multiple = tl.full([], NOT_MEASURED, tl.float32)
+    store_stats(
+        out_ptr, bh, kept, visible, c_struct, coverage, multiple, route, COLUMNS, NOT_MEASURED
+    )

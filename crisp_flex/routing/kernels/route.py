@@ -22,7 +22,7 @@ from crisp_flex.routing.kernels.stats import stats
 from crisp_flex.routing.params import RouteParams
 
 # Rows of the audit that one program reduces.
-_MOST_AUDIT_ROWS = 64
+MOST_AUDIT_ROWS = 64
 _BLOCK_SIZES = (64, 128)
 # The probe's tiles at D 256: 130 KiB by offline compilation for sm_80, 192 for sm_90; sm_80 has 163
 # KiB for a program, sm_86, sm_89 and sm_120 have 99.
@@ -35,7 +35,7 @@ def supports(query: Tensor, key: Tensor, params: RouteParams) -> bool:
         params.policy == "hybrid"
         and params.coverage_reduce in ("mean", "min")
         and params.coverage_min == 0
-        and 1 <= params.audit_rows <= _MOST_AUDIT_ROWS
+        and 1 <= params.audit_rows <= MOST_AUDIT_ROWS
         and takes(query, key, params)
     )
 

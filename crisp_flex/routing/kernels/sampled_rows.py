@@ -17,7 +17,7 @@ from torch import Tensor
 
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.positions import audit_block, bounds_of, query_span
-from crisp_flex.routing.kernels.tile import LOG2_E, key_dots, log2_sum, structure_sum
+from crisp_flex.routing.kernels.tile import LOG2_E, exponentials, key_dots, log2_sum, structure_sum
 from crisp_flex.routing.output_error import SAMPLED_ROWS
 
 # One stage: 64 KiB of shared memory at D 128, which GPUs with 99 KiB for a program take, too.
@@ -238,10 +238,7 @@ def _block_output(
         q, k_ptr, key_valid_ptr, stride_kl, stride_kd, position, blk, Lkv,
         D, BLOCK_D, BLOCK_KV, MASKED,
     )  # fmt: skip
-    top = tl.max(dots, 1) * exponent
-    # a row that sees nothing here has all weights exp2(-inf)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(dots * exponent - finite[:, None])
+    top, weights = exponentials(dots, exponent)
     v_ptrs = v_ptr + tl.cast(blk, tl.int64) * BLOCK_KV * stride_vl
     v_ptrs = v_ptrs + (n[:, None] * stride_vl + dv[None, :] * stride_vd)
     if MASKED:
@@ -258,7 +255,7 @@ def _block_output(
     total = tl.sum(weights, 1)
     out = tl.dot(weights.to(v.dtype), v) / tl.where(total == 0, 1.0, total)[:, None]
     at = slot + tl.cast(blk, tl.int64) * ROWS
-    tl.store(log2_ptr + at, log2_sum(finite, total), mask=there)
+    tl.store(log2_ptr + at, log2_sum(top, total), mask=there)
     out_ptrs = out_ptr + at[:, None] * DV + dv[None, :]
     tl.store(out_ptrs, out, mask=there[:, None] & (dv < DV)[None, :])
     return top

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crisp_flex.routing.guards import NOT_MEASURED, ROUTE_ALL_BLOCKS, ROUTE_BOTH_VIEWS
 from crisp_flex.routing.kernels.audit import COVERAGE_MARGIN, Audit
-from crisp_flex.routing.kernels.block_counts import block_counts
+from crisp_flex.routing.kernels.block_counts import block_counts, store_stats
 from crisp_flex.routing.kernels.compact import Lists
 from crisp_flex.routing.kernels.layout import Layout
 from crisp_flex.routing.kernels.levels import MULTIPLES
@@ -94,12 +94,8 @@ def _stats_kernel(
     multiple = tl.full([], 0.0, tl.float32)
     for i in tl.static_range(7):
         multiple = tl.where(chosen == i + 1, MULTIPLES[i], multiple)
-    out_ptr += bh * COLUMNS
-    tl.store(out_ptr, kept)
-    tl.store(out_ptr + 1, visible)
     c_struct = tl.load(c_struct_ptr + bh)
-    tl.store(out_ptr + 2, tl.where(c_struct == c_struct, c_struct, NOT_MEASURED))
-    # unknown masses are in all blocks
-    tl.store(out_ptr + 3, tl.where(coverage == coverage, coverage, 1.0))
-    tl.store(out_ptr + 4, multiple)
-    tl.store(out_ptr + 5, tl.where(chosen == 0, ALL_BLOCKS, BOTH_VIEWS))
+    route = tl.where(chosen == 0, ALL_BLOCKS, BOTH_VIEWS)
+    store_stats(
+        out_ptr, bh, kept, visible, c_struct, coverage, multiple, route, COLUMNS, NOT_MEASURED
+    )

@@ -21,10 +21,7 @@ def add_tile(
         q, k_ptr, key_valid_ptr, stride_kl, stride_kd, position, blk, Lkv,
         D, BLOCK_D, BLOCK_KV, MASKED,
     )  # fmt: skip
-    tile_top = tl.max(dots, 1) * exponent
-    # a row that sees nothing here has all weights exp2(-inf)
-    finite_top = tl.where(tile_top == float("-inf"), 0.0, tile_top)
-    weights = tl.exp2(dots * exponent - finite_top[:, None])
+    tile_top, weights = exponentials(dots, exponent)
     tile_total = tl.sum(weights, 1)
     Nkv = tl.cdiv(Lkv, BLOCK_KV)
     block_ptrs = tile_ptrs + tl.cast(blk, tl.int64) * ROWS
@@ -107,6 +104,15 @@ def key_dots(
         visible = (n[None, :] <= (position - blk * BLOCK_KV)[:, None]) & there[None, :]
         dots = tl.where(visible, dots, float("-inf"))
     return dots
+
+
+@triton.jit
+def exponentials(dots, exponent):
+    """The largest logit of each row [M] in log2, and exp2 of the logits less that [M, N]."""
+    top = tl.max(dots, 1) * exponent
+    # a row that sees nothing here has all weights exp2(-inf)
+    finite_top = tl.where(top == float("-inf"), 0.0, top)
+    return top, tl.exp2(dots * exponent - finite_top[:, None])
 
 
 @triton.jit
